@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl import cli
 from tests.own_process import lives, wait_until
 from tools import gpu_proof, parity
 from tools.proof import machine
@@ -116,6 +117,25 @@ def test_layouts_of_the_stage_fit_on_its_two_gpus(tmp_path: Path) -> None:
         rows = parity.rows_with(values["--only"], int(values["--max-ranks"]))
         assert len(rows) == 1 if rehearses else len(rows) > 1
         assert all(row.world <= stage.num_gpus for row in rows)
+
+
+@pytest.mark.parametrize("name", ["geometry3k", "geometry3k-frozen"])
+def test_a_published_model_that_sees_fits_on_the_gpu_of_its_stage(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen2.5-VL-3B, by the sizes of its config.json."""
+    published = machine.ROOT / "tests/recipes/configs/qwen2.5-vl-7b.json"
+    raw = json.loads(published.read_text()) | {"hidden_size": 2048, "intermediate_size": 11008, "vocab_size": 151936}
+    raw |= {"num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    raw["vision_config"] |= {"out_hidden_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    monkeypatch.setenv("FUSIONRL_PROOF_MODEL", str(tmp_path))
+    monkeypatch.setenv("FUSIONRL_PROOF_DATA", "geometry3k.parquet")
+    (stage,) = of_names(name)
+    command = stage.command(Setting(tmp_path, tmp_path, False))
+    flags = command[command.index("train") + 1 :]
+    assert cli.main(["plan", "--cluster", "1x1xh100", *flags]) == 0
+    assert "verdict    fits: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ _COLUMNS = (
     "--multimodal-keys",
     '{"image": "images"}',
 )  # geometry3k's
-_PUBLISHED = ("FUSIONRL_PROOF_MODEL", "FUSIONRL_PROOF_DATA")  # folders: a Qwen2.5-VL or Qwen3-VL, and geometry3k
+_PUBLISHED = ("FUSIONRL_PROOF_MODEL", "FUSIONRL_PROOF_DATA")  # folder of a Qwen2.5-VL or Qwen3-VL; geometry3k
 _DRAFTS = ("spec_accept_rate", "spec_accept_length")
 _FUSIONRL = [sys.executable, "-m", "fusionrl.cli", "train"]
 
@@ -109,7 +109,8 @@ def _geometry(*flags: str) -> Callable[[Setting], list[str]]:
                 "8",
             ),
             *("--rollout-max-response-len", "1024", "--num-rollout", "20", "--lr", "1e-6", "--use-dynamic-batch-size"),
-            *("--max-tokens-per-gpu", "8192", "--no-save", "--verify-weights", "always", "--colocate", *flags),
+            *("--max-tokens-per-gpu", "4096", "--rollout-max-prompt-len", "2048", "--image-max-pixels", "1003520"),
+            *("--no-save", "--verify-weights", "always", "--colocate", *flags),
             *("--run-dir", str(setting.folder / "run")),
         ]
 
@@ -235,6 +236,10 @@ def _read_parity(setting: Setting, code: int, output: str) -> Figures:
 
 
 _COLOCATED = ("--colocate",)
+_RECOMPUTED = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
 _IN_TORCH = ("--sglang-mm-attention-backend=sdpa",)  # heads of the tiny tower are narrow, too
 _NEXTN = (
     *("--sglang-speculative-algorithm=NEXTN", "--sglang-speculative-num-steps=1"),
@@ -310,7 +315,7 @@ STAGES = (
     Stage(
         "geometry3k",
         ("geometry3k with the tower trained",),
-        _geometry(),
+        _geometry(*_RECOMPUTED),
         _read_run(0.1),
         variables=_PUBLISHED,
         limit_s=1800.0,
