@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -53,8 +54,9 @@ class ChosenOutputs(GPTModel):
             else:  # Megatron's looks for labels of these layers
                 outputs = self.output_layer(hidden_states, weight=weight)[0].transpose(0, 1).contiguous()
             return outputs / self.logits_scale if self.logits_scale != 1.0 else outputs
-        for hook in self.output_layer._forward_pre_hooks.values():  # by which overlapped gathering waits for the weight
-            hook(self.output_layer, ())
+        for hook in self.output_layer._forward_pre_hooks.values():
+            if hook.__module__ == DistributedDataParallel.__module__:  # overlapped gathering waits for the weight
+                hook(self.output_layer, ())
         if labels.ahead and self.training:
 
             def of_layer(hidden: Tensor, work: Ahead) -> Tensor:

@@ -185,10 +185,21 @@ def test_overlap_where_a_rank_has_no_images(workers: LocalRanks, case: Callable[
     shards = [one.samples.shard([step[rank] for step in steps], counts) for rank in range(2)]
     for ddp in ({}, OVERLAP):
         workers.start(config_of(one.folder, "sft", {"ddp": ddp}, **SEES, lr=1e-2), TrainerLayout(2))
+        workers.run(hook_of_a_user)
         workers.train(shards)
         scores = workers.on_shards("score", shards)
         found.append([x for own in scores for x in own] + [*workers.run(trainer_worker.weights)[0].values()])
     assert all(np.abs(x - want).max() <= 1e-5 for want, x in zip(*found, strict=True))
+
+
+def hook_of_a_user(actor: Any) -> None:
+    """Before calls of the output layer, which the trainer does not call: it reads the weight."""
+    from fusionrl.trainer.model import unwrap
+
+    def fails(module: Any, args: Any, kwargs: Any) -> None:
+        raise AssertionError
+
+    unwrap(actor.trained.chunks[0]).output_layer.register_forward_pre_hook(fails, with_kwargs=True)
 
 
 def test_same_text_with_other_images_is_not_shared(workers: LocalRanks, case: Callable[[str], Case]) -> None:
@@ -296,17 +307,19 @@ def num_passes(actor: Any, shard: Any) -> list[int]:
 
 @pytest.mark.parametrize("layout", [TrainerLayout(2, tp=2), pytest.param(ONE, marks=ON_GPU)], ids=str)
 def test_in_bf16(workers: LocalRanks, case: Callable[[str], Case], tmp_path: Path, layout: TrainerLayout) -> None:
-    """Losses differ by rounding; with the tower frozen as well."""
+    """Losses differ by rounding; with the tower frozen as well. As text, images would be twice as far off."""
     for kind in KINDS if layout == ONE else KINDS[:2]:
         one = (
             Case(kind, tmp_path / kind, hidden=256) if layout == ONE else case(kind)
         )  # wide enough for a GPU's kernels
+        wrong, *_ = one.samples.reference(one.folder, as_text=True)
+        bound = min(0.1, max(abs(got - want).mean() for got, want in zip(wrong, one.log_probs, strict=True)) / 2)
         every: list[dict[str, Any]] = [{}, {"freeze_vision": True}]
         for flags in every:
             workers.start(config_of(one.folder, "sft", precision="bf16", **SEES, **flags), layout)
             shards = one.samples.shards()
             scores: Any = workers.call("score", shards[0])[0]
-            assert max(abs(got - want).mean() for got, want in zip(scores, one.log_probs, strict=True)) <= 0.1
+            assert max(abs(got - want).mean() for got, want in zip(scores, one.log_probs, strict=True)) <= bound
             assert workers.train(shards)["train/loss"] == pytest.approx(one.loss, rel=0.02)
 
 

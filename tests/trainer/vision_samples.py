@@ -69,14 +69,22 @@ class VisionSamples(Samples):
         keys = {key for of_sample in spans for _, key, _ in of_sample}
         return replace(shard, spans=spans, images={key: self.images[key] for key in sorted(keys)})
 
-    def reference(self, folder: str | Path, model: Any = None) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-        """(log-probs of each response, loss of one step of SFT, gradients by the trainer's names) by transformers."""
+    def reference(
+        self, folder: str | Path, model: Any = None, as_text: bool = False
+    ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
+        """(log-probs of each response, loss of one step of SFT, gradients by the trainer's names) by transformers.
+
+        as_text  tokens of images have places as text has
+        """
         import torch
 
         seeing, total, log_probs = Reference(folder, model), torch.zeros(()), []
         for tokens, spans, mask in zip(self.tokens, self.spans, self.mask, strict=True):
             images = [self.images[key] for _, key, _ in spans]
-            logits = seeing.model(**seeing.inputs(tokens[:-1].tolist(), images), use_cache=False).logits[0]
+            inputs = seeing.inputs(tokens[:-1].tolist(), images)
+            if as_text:
+                inputs["position_ids"] = torch.arange(len(tokens) - 1).expand(3, 1, -1)
+            logits = seeing.model(**inputs, use_cache=False).logits[0]
             labels = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
             own = logits.log_softmax(-1).gather(1, labels)[-mask.size :, 0]
             total = total - (own * torch.from_numpy(mask)).sum()
