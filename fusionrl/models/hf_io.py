@@ -25,7 +25,7 @@ from fusionrl.models.mxfp4 import dequantize as dequantize_mxfp4
 from fusionrl.models.published import Place, form_of, places, text_config
 from fusionrl.models.quantization import BLOCKS, SCALE, SCALES, mxfp4_sizes, read_quantization
 from fusionrl.models.rules import MTP, HfConfig
-from fusionrl.models.shape import ModelShape, read_text_config
+from fusionrl.models.shape import ModelShape, read_hf_config, read_text_config
 from fusionrl.models.weight_files import INDEX, SINGLE, StoredTensor, stored_tensor, tensor_files
 
 if TYPE_CHECKING:
@@ -390,8 +390,11 @@ def kept_tensors(
 
 def published_reader(source: str | Path) -> HFReader | None:
     """A reader of `source`, if its files may have another form than a text model's; None: write the text model's."""
-    is_published = form_of(read_text_config(source, "--hf-checkpoint")) is not None
-    return HFReader(source) if is_published and _has_weights(source) else None
+    raw, text = read_hf_config(source, "--hf-checkpoint"), read_text_config(source, "--hf-checkpoint")
+    form = form_of(text)
+    if form is None or (form.is_nested and raw == text):  # such a text model's own folder is a plain one
+        return None
+    return HFReader(source) if _has_weights(source) else None
 
 
 def _has_weights(folder: str | Path) -> bool:

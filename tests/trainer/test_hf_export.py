@@ -96,9 +96,10 @@ def pushed(answers):
     return dict(ChainMap(*(part for part, _, _ in answers)))
 
 
-def test_all_but_a_balancing_bias_is_saved_in_bf16(workers, hf, tmp_path):
-    """A bias that is rounded would choose other experts than the engines do."""
-    folder, model = hf("glm4_moe", False)
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_all_but_a_balancing_bias_is_saved_in_bf16(workers, hf, tmp_path, family):
+    """A bias that is rounded would choose other experts than the engines do. DeepSeek-V3 is also part of Kimi-VL."""
+    folder, model = hf(family, False)
     (bias,) = (buffer for name, buffer in model.named_buffers() if is_bias(name))
     assert not torch.equal(bias, bias.bfloat16().float())
     workers.start(config_of(folder, precision="bf16"), TrainerLayout(2, pp=2))
