@@ -63,6 +63,9 @@ def engine_checksums(
             own = shape.vision.engine_multiple
             tensor = _padded_tower(name, full, own if mlp_multiple == 1 else math.lcm(own, multiple))
         else:
+            if mlp_multiple > 1 and ".shared_experts." in name:  # one MLP of several, each of which is padded
+                rows = full.size(int(name.endswith("down_proj.weight")))
+                multiple *= rows // max(kind.expert_rows for kind in shape.mlp)
             tensor = _padded_mlp(name, full, multiple)
         parts = waiting.setdefault(target, {})
         parts[place] = name, tensor.clone() if is_expert else tensor

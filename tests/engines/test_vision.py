@@ -266,7 +266,8 @@ def _assert_turns_are_the_model_s(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags"), [("qwen2_5_vl", {}), ("qwen3_vl_moe", {}), ("qwen3_vl_moe", {"mm_enable_dp_encoder": True})]
+    ("kind", "flags"),
+    [("qwen2_5_vl", {}), ("qwen3_vl_moe", {}), ("kimi_vl", {}), ("kimi_vl", {"mm_enable_dp_encoder": True})],
 )
 def test_an_engine_of_two_ranks(serve: Any, kind: str, flags: dict[str, Any]) -> None:
     """Which have a part of the tower each, or all of it; also with experts, which the folder has in two tensors."""
