@@ -36,8 +36,9 @@ def families() -> list[str]:
     from tests import tiny_vision
     from tests.trainer import hf_models
 
-    seeing = [f"{kind}{SEEING}" for kind in (*tiny_vision.KINDS, *tiny_vision.HYBRIDS)]
-    return [*hf_models.FAMILIES, *hf_models.SPARSE, *PUBLISHED, *tiny_vision.KINDS, *seeing]
+    alone = (*tiny_vision.KINDS, tiny_vision.KIMI)
+    seeing = [f"{kind}{SEEING}" for kind in (*alone, *tiny_vision.HYBRIDS)]
+    return [*hf_models.FAMILIES, *hf_models.SPARSE, *PUBLISHED, *alone, *seeing]
 
 
 def make_model(family: str, task: Path, folder: Path) -> None:
@@ -48,7 +49,7 @@ def make_model(family: str, task: Path, folder: Path) -> None:
     from tests.trainer import hf_models
 
     kind = family.removesuffix(SEEING)
-    if kind != family or kind in tiny_vision.KINDS:
+    if kind != family or kind in (*tiny_vision.KINDS, tiny_vision.KIMI):
         tiny_vision.make_tiny_vlm(folder, kind)
         return
     tokens = AutoConfig.from_pretrained(task / "model")
