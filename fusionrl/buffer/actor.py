@@ -24,10 +24,11 @@ from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.sample_files import TrainedColumns
 from fusionrl.buffer.stream_messages import StreamMessages
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import pixels_of_sets
 from fusionrl.config.hooks import HookError, user_code
 from fusionrl.data.image_rows import ImageColumn
 from fusionrl.data.image_store import IMAGES, MEGABYTE
-from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.processor_files import read_processor_files, widest_limits
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import import_auto_tokenizer
 from fusionrl.observe.rollouts import RolloutWriter
@@ -221,7 +222,8 @@ def open_image_store(config: Config, plan: Plan, run_dir: Path) -> None:
             raise
         return  # a model that could see is asked about text
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)  # files of a Buffer that was killed
-    IMAGES.configure(data.image_cache_mb * MEGABYTE, run_dir, processor)
+    engine_limits = widest_limits(folder, pixels_of_sets(config))
+    IMAGES.configure(data.image_cache_mb * MEGABYTE, run_dir, processor, engine_limits)
 
 
 def _import_libraries() -> None:

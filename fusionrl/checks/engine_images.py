@@ -5,10 +5,9 @@ from collections.abc import Mapping
 
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
-from fusionrl.config.eval_sets import readable_sets
+from fusionrl.config.eval_sets import pixels_of_sets
 from fusionrl.config.run_parts import uses_engines
-from fusionrl.data.images import ImageLimits
-from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.processor_files import widest_limits
 from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings, refused
 from fusionrl.models import families
 from fusionrl.models.shape import ModelShape
@@ -23,13 +22,11 @@ def image_settings(config: Config, shape: ModelShape) -> ImageSettings | None:
     folder = config.model.hf_checkpoint
     if shape.vision is None or folder is None:
         return None
-    own = [(config.data.image_min_pixels, config.data.image_max_pixels)]
-    own += [(one.image_min_pixels, one.image_max_pixels) for one in readable_sets(config)]
-    limits: list[ImageLimits] = []
-    if any(limit is not None for pair in own for limit in pair):
-        limits = [read_processor_files(folder).limited(*pair).limits for pair in own]
-    least = min((limit.min_pixels for limit in limits), default=None)
-    return ImageSettings(trains_tower(config, shape), least, max((limit.max_pixels for limit in limits), default=None))
+    pixels = pixels_of_sets(config)
+    if all(limit is None for pair in pixels for limit in pair):
+        return ImageSettings(trains_tower(config, shape))
+    limits = widest_limits(folder, pixels)
+    return ImageSettings(trains_tower(config, shape), limits.min_pixels, limits.max_pixels)
 
 
 def check_settings(

@@ -84,6 +84,12 @@ def readable_sets(config: Config) -> list[EvalSet]:
         return []
 
 
+def pixels_of_sets(config: Config) -> list[tuple[int | None, int | None]]:
+    """Return (--image-min-pixels, --image-max-pixels) of the prompt data and of each evaluation set."""
+    sets = [(one.image_min_pixels, one.image_max_pixels) for one in readable_sets(config)]
+    return [(config.data.image_min_pixels, config.data.image_max_pixels), *sets]
+
+
 def sees_images(config: Config) -> bool:
     """Return whether samples may have images, so that engines and trainers have the model's vision tower."""
     if config.data.multimodal_keys or config.eval.eval_config is None:

@@ -75,10 +75,17 @@ class ImageStore:
         self.num_bytes = 0  # of the cache
         self.configure(max_bytes, folder)
 
-    def configure(self, max_bytes: int, folder: Path | None, processor: ProcessorFiles | None = None) -> None:
-        """Set the size of the cache, where the scratch file will be (None: with temporary files), and the model's
-        settings of images."""
+    def configure(
+        self,
+        max_bytes: int,
+        folder: Path | None,
+        processor: ProcessorFiles | None = None,
+        engine_limits: ImageLimits | None = None,
+    ) -> None:
+        """Set the size of the cache, where the scratch file will be (None: with temporary files), the model's settings
+        of images, and the limits of its engines (default: the same)."""
         self._max_bytes, self._folder, self.processor = max_bytes, folder, processor
+        self.engine_limits = processor.limits if engine_limits is None and processor is not None else engine_limits
 
     # ------------------------------------------------------------------------------------------------ put in
     def add_file(self, content: bytes, limits: ImageLimits, source: str | None = None) -> ImageRef:

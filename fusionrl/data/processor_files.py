@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,19 @@ def read_processor_files(folder: str | Path) -> ProcessorFiles:
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}: the settings of its image processor cannot be read ({error})") from error
+
+
+def widest_limits(folder: str | Path, pixels: Sequence[tuple[int | None, int | None]]) -> ImageLimits:
+    """Return limits that leave the normal forms of several data sets as they are.
+
+    pixels  (least, most) of each set; None: those of the folder
+
+    Raises:
+        ValueError: as `read_processor_files` and `ProcessorFiles.limited`.
+    """
+    limits = [read_processor_files(folder).limited(*pair).limits for pair in pixels]
+    least, most = min(limit.min_pixels for limit in limits), max(limit.max_pixels for limit in limits)
+    return replace(limits[0], min_pixels=least, max_pixels=most)
 
 
 def _limits(settings: Mapping[str, object]) -> ImageLimits:

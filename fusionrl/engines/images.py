@@ -50,7 +50,7 @@ def check_images(payload: Mapping[str, object], media: MediaTokens) -> None:
         return
     is_batch = len(ids) > 0 and isinstance(ids[0], list | tuple | np.ndarray)
     prompts = list(ids) if is_batch else [ids]
-    groups = _groups(images, len(prompts), is_batch)
+    groups = image_groups(images, len(prompts), is_batch)
     for prompt, own in zip(prompts, groups, strict=True):
         tokens = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
         count = tokens.count(media.image)
@@ -68,8 +68,12 @@ def check_images(payload: Mapping[str, object], media: MediaTokens) -> None:
             raise ValueError(f"input_ids have token {other}, which engines take for a video or sound; it has no data")
 
 
-def _groups(images: object, num_prompts: int, is_batch: bool) -> list[list[object]]:
-    """The images of each prompt: SGLang takes one, a list, and for several prompts a list for each."""
+def image_groups(images: object, num_prompts: int, is_batch: bool) -> list[list[object]]:
+    """Return the images of each prompt: SGLang takes one, a list, and for several prompts a list for each.
+
+    Raises:
+        ValueError: another number of lists than of prompts.
+    """
     if images is None:
         return [[] for _ in range(num_prompts)]
     if not isinstance(images, list | tuple):

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusionrl.engines.post_request import post as _post
-from fusionrl.rollout.image_requests import check_expanded, function_request
-from fusionrl.rollout.weight_versions import is_policy, note_answer
+from fusionrl.rollout.function_requests import FunctionRequest
+from fusionrl.rollout.weight_versions import answers_of, note_answer
 
 
 async def post(
@@ -15,18 +15,23 @@ async def post(
 
     Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. Answers of the policy's
     engines are noted, so that the samples that a generate or rollout function makes get their weight versions. They
-    get one placeholder for each image, whether `input_ids` have one or as many as it has tokens. Raises ValueError for
-    a request to /generate without a token, of which an engine dies, or with other placeholders. Raises RuntimeError
-    with the server's text for a 4xx answer, or the last failed try.
+    get one placeholder for each image, whether `input_ids` have one or as many as it has tokens. None gets ids with a
+    placeholder that the model has sampled: the answer has no token then, and the finish reason "length". Raises
+    ValueError for a request to /generate without a token, of which an engine dies, or with other placeholders. Raises
+    RuntimeError with the server's text for a 4xx answer, or the last failed try.
     """
     ids = payload.get("input_ids")
-    num_tokens: int | None = None
     if url.endswith("/generate") and isinstance(ids, list) and (not ids or [] in ids):
         raise ValueError(f"post to {url}: input_ids is empty; give the tokens of the prompt")
-    if url.endswith("/generate") and is_policy(url):
-        payload, num_tokens = function_request(payload)
-    answer = await _post(url, payload, max_retries, headers)
-    if num_tokens is not None and answer["meta_info"]["finish_reason"]["type"] != "abort":
-        check_expanded(answer["meta_info"]["prompt_tokens"], num_tokens, "the request")
-    note_answer(url, answer, payload)
-    return answer
+    answers = answers_of(url) if url.endswith("/generate") else None
+    request = None if answers is None else FunctionRequest.of(payload, answers.barred)
+    if answers is None or request is None:
+        answer = await _post(url, payload, max_retries, headers)
+        note_answer(url, answer, payload)
+        return answer
+    answer = []
+    if request.payload is not None:
+        answer = await _post(url, request.payload, max_retries, headers)
+        request.read(answer, answers)
+        note_answer(url, answer, request.payload)
+    return request.whole(answer)

@@ -24,6 +24,7 @@ from fusionrl.rewards.length import length_reward
 from fusionrl.rewards.settings import RewardSettings
 from fusionrl.rollout.event_loop import LoopSemaphore
 from fusionrl.rollout.generate_state import is_stopping, semaphore_of
+from fusionrl.rollout.image_requests import barred_parts
 from fusionrl.rollout.in_flight import GENERATED, SCORED, samples_in_flight
 from fusionrl.rollout.miles_inputs import generate_function
 from fusionrl.rollout.model_turn import SamplingParams, generate
@@ -160,6 +161,7 @@ async def custom_generate(
     if vars(sample)["weight_versions"] is None:
         sample.weight_versions = []  # slime's functions append to it
     with noting_answers(context.policy_urls) as answers, user_code(where, path, sample):
+        answers.barred += barred_parts(sample)
         result = function(context.args, sample, copy.deepcopy(params), **keywords)
         if inspect.isawaitable(result):
             result = await result

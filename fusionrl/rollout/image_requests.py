@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,17 +20,17 @@ import numpy as np
 import pybase64
 
 from fusionrl.base.network_interfaces import LOOPBACK
-from fusionrl.data.image_rows import image_file
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded, image_size
+from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded
 from fusionrl.data.sample import Sample
 from fusionrl.engines.answer_checks import AnswerError
-from fusionrl.engines.images import FOLDER, MediaTokens, check_images
+from fusionrl.engines.images import FOLDER, MediaTokens
 
 if TYPE_CHECKING:
     from fusionrl.engines.client import Generation
 
 _being_made: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[None]] = {}  # by images' keys
+_TOLD_BY = 8  # tokens: a sampled placeholder and those before it
 
 
 def media_tokens() -> MediaTokens | None:
@@ -104,31 +104,6 @@ def _file(image: ImageRef, path: Path) -> str:
     return path.absolute().as_uri()
 
 
-def function_request(payload: Mapping[str, object]) -> tuple[Mapping[str, object], int | None]:
-    """Return a user function's request of one prompt as engines take it, and the tokens that it has here.
-
-    Functions for slime send ids in which each image has all its placeholders. None: it has no images, or other ids.
-
-    Raises:
-        ValueError: an image cannot be read, or the ids have not one placeholder, or all, of each image.
-    """
-    media, ids, images = media_tokens(), payload.get("input_ids"), payload.get("image_data")
-    if media is None or IMAGES.processor is None or not isinstance(ids, list) or not isinstance(images, list):
-        return payload, None
-    if ids.count(media.image) == len(images):
-        return payload, None
-    limits, tokens = IMAGES.processor.limits, np.asarray(ids, np.int32)
-    sizes = (limits.fit(*image_size(image_file(image, Path()).content)) for image in images)
-    counts, is_image = [limits.num_tokens(*size) for size in sizes], tokens == media.image
-    edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
-    if (runs := np.diff(edges)[:, 0].tolist()) != counts:
-        raise ValueError(f"input_ids have runs of {runs} placeholders, and the images have {counts} tokens")
-    is_image[edges[:, 0]] = False  # the first of each stays
-    request = {**payload, "input_ids": tokens[~is_image].tolist()}
-    check_images(request, media)
-    return request, len(ids)
-
-
 def with_images(tokens: Sequence[int], images: Sequence[ImageRef], start: int = 0) -> Expanded:
     """Return rendered tokens with as many placeholders as the images have tokens, and the images' places.
 
@@ -146,13 +121,21 @@ def may_not_return(sample: Sample) -> bool:
 
     Trainers take it for a token as any other; an engine would look for its image.
     """
+    return bool(barred_parts(sample))
+
+
+def barred_parts(sample: Sample) -> list[np.ndarray]:
+    """Return the end of the tokens, int32, after which no engine may get a sample's; empty: one may get all of them."""
     if (media := media_tokens()) is None or not sample.response_length:
-        return False
-    tokens = np.asarray(sample.array("tokens"))
-    others = np.ones(len(tokens), bool)
+        return []
+    tokens = np.array(sample.array("tokens"), np.int32)
+    others = tokens.copy()
     for first, image in sample.image_spans:
-        others[first : first + image.num_tokens] = False
-    return media.bar(tokens[others])
+        others[first : first + image.num_tokens] = -1
+    if not media.bar(others):
+        return []
+    end = next(iter(np.flatnonzero(np.isin(others, media.known)) + 1), len(tokens))
+    return [tokens[max(0, end - _TOLD_BY) : end]]
 
 
 def image_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -44,6 +44,7 @@ class EngineAnswers:
     versions      all versions that were among them
     temperatures  of the requests
     changes       their sampling parameters that change the policy's distribution
+    barred        sampled tokens that no engine may get back, int32 [n] each
     """
 
     urls: tuple[str, ...]
@@ -52,14 +53,14 @@ class EngineAnswers:
     versions: set[int] = field(default_factory=set)
     temperatures: set[float] = field(default_factory=set)
     changes: set[str] = field(default_factory=set)
+    barred: list[np.ndarray] = field(default_factory=list)
 
     def add(self, answer: dict[str, object], params: Mapping[str, object]) -> None:
         """Note one answer of /generate to a request with these sampling parameters; any other is passed over."""
         meta = answer.get("meta_info")
         if not isinstance(meta, dict):
             return
-        entries = meta.get("output_token_logprobs") or []
-        tokens = np.array(answer.get("output_ids") or [entry[1] for entry in entries], np.int32)
+        tokens = answered_tokens(answer)
         versions = token_versions(meta, len(tokens))
         self.versions |= set(versions.tolist())
         temperature = scored_at(params.get("temperature"))
@@ -67,6 +68,13 @@ class EngineAnswers:
         self.changes |= set(changes_of(params))
         if self.keeps_tokens:
             self.parts.append((tokens, versions, temperature))
+
+
+def answered_tokens(answer: Mapping[str, object]) -> np.ndarray:
+    """Return the sampled tokens of one answer of /generate, int32 [n]."""
+    meta = answer.get("meta_info")
+    entries = (meta.get("output_token_logprobs") if isinstance(meta, dict) else None) or []
+    return np.array(answer.get("output_ids") or [entry[1] for entry in entries], np.int32)
 
 
 _answers: ContextVar[EngineAnswers | None] = ContextVar("answers", default=None)
@@ -87,16 +95,15 @@ def noting_answers(urls: Sequence[str], keeps_tokens: bool = True) -> Iterator[E
         _answers.reset(token)
 
 
-def is_policy(url: str) -> bool:
-    """Return whether this is the address of one of the policy's engines or their router, in a function of a user's."""
+def answers_of(url: str) -> EngineAnswers | None:
+    """Return what is noted of this address; None: it is none of the policy's, or no function of a user's is running."""
     answers = _answers.get()
-    return answers is not None and f"{url}/".startswith(answers.urls or ("\0",))
+    return answers if answers is not None and f"{url}/".startswith(answers.urls or ("\0",)) else None
 
 
 def note_answer(url: str, answer: object, payload: Mapping[str, object]) -> None:
     """Note what `url` answered to `payload`, if it is one of the policy's engines or their router."""
-    answers = _answers.get()
-    if answers is not None and is_policy(url):
+    if (answers := answers_of(url)) is not None:
         several = answer if isinstance(answer, list) else [answer]
         params = payload.get("sampling_params")
         each = params if isinstance(params, list) and len(params) == len(several) else [params] * len(several)

@@ -256,8 +256,6 @@ def test_functions_for_slime_ask_with_all_placeholders(seeing: str, monkeypatch:
     assert made.image_spans == sample.image_spans
     with pytest.raises(ValueError, match=r"runs of \[4, 2\] placeholders, and the images have \[4, 12\] tokens"):
         engine.serve(args, lambda: ask(list(map(int, ids[:-30]))))
-    with pytest.raises(ValueError, match=r"runs of \[4, 12, 1\] placeholders"):
-        engine.serve(args, lambda: ask([*map(int, ids), IMAGE]))
     engine.turns = [Turn("Both.")]
     monkeypatch.setattr(Engine, "num_repeated", lambda self, asked: 2)
     with pytest.raises(AnswerError, match=f"prompt_tokens is {len(ids) - 12}, and the request had {len(ids)} tokens"):
