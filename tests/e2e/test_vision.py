@@ -31,10 +31,10 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flags(shapes: Path) -> list[str]:
-    """16 pictures in turn, 8 x 4 samples a step."""
+    """8 pictures, 8 x 4 samples a step: each is asked about before and after a push."""
     return [
         *("--mode", "rl", "--hf-checkpoint", str(shapes / "model"), "--device", "cpu", "--apply-chat-template"),
-        *("--prompt-data", f"{shapes / 'train.parquet'}@[0:16]", "--input-key", "problem", "--label-key", "answer"),
+        *("--prompt-data", f"{shapes / 'train.parquet'}@[0:8]", "--input-key", "problem", "--label-key", "answer"),
         *("--multimodal-keys", '{"image": "images"}', "--custom-rm-path", "tests/e2e/hooks.py:partial_credit"),
         *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "6"),
         *("--rollout-shuffle", "--lr", "1e-3"),
@@ -56,12 +56,12 @@ def test_a_tower_that_is_trained(shapes: Path, flags: list[str], tmp_path: Path)
     rows = f"{shapes / 'eval.parquet'}@[0:4]"
     sets = [{"name": "same", "path": rows}, {"name": "small", "path": rows, "image_max_pixels": 32 * 32}]
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": sets}}))
-    flags = [*flags, "--num-rollout", "4", "--save-interval", "2", "--keep-checkpoints", "2"]
-    live = ["--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "4", "--verify-weights", "always"]
+    flags = [*flags, "--num-rollout", "2", "--save-interval", "1", "--keep-checkpoints", "2"]
+    live = ["--eval-config", str(tmp_path / "eval.yaml"), "--eval-interval", "2", "--verify-weights", "always"]
     live += ["--save-hf", str(tmp_path / "trained"), "--save-debug-rollout-data", saved, "--run-dir", str(folder)]
     run([*flags, *live], tmp_path)
     metrics = metrics_of(folder)
-    assert [row["step"] for row in metrics] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in metrics] == [0, 1, 2]
     assert all(row["sync/verify_logprob_diff"] < 1e-5 for row in metrics)
     assert all(row["train/logprob_diff_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in metrics[1:])
     assert all((row["rollout/images"], row["rollout/image_tokens"]) == (32, 4 * 32) for row in metrics[1:])
@@ -74,12 +74,17 @@ def test_a_tower_that_is_trained(shapes: Path, flags: list[str], tmp_path: Path)
     assert not undocumented_files(folder) and not (folder / "engine-images").exists()
 
     again = tmp_path / "again"
-    shutil.copytree(folder / "checkpoints" / "step_000002", again / "checkpoints" / "step_000002")
+    shutil.copytree(folder / "checkpoints" / "step_000001", again / "checkpoints" / "step_000001")
     shutil.copyfile(folder / "config.json", again / "config.json")
     train = ["--debug-train-only", "--load-debug-rollout-data", saved, "--in-process", "--resume"]
     run([*flags, *train, "--run-dir", str(again)], tmp_path)
     whole = numbers(folder)
-    assert numbers(again) == {step: whole[step] for step in (3, 4)}
+    assert numbers(again) == {2: whole[2]}
+
+
+def has_pushed_with_groups_under_way(metrics: list[dict]) -> bool:
+    """Two pushes are reported, and a step, while answers to further prompts were sampled."""
+    return sum("sync/bytes" in row for row in metrics) >= 2 and metrics[-1].get("pipeline/running", 0) > 0
 
 
 def test_a_frozen_tower_and_answers_that_a_stop_interrupts(shapes: Path, flags: list[str], tmp_path: Path) -> None:
@@ -88,7 +93,7 @@ def test_a_frozen_tower_and_answers_that_a_stop_interrupts(shapes: Path, flags: 
     flags = [*flags, "--freeze-vision", "--pipeline", "async-partial", *LONG_ANSWERS, "--verify-weights", "always"]
     flags += ["--rollout-batch-size", "4", "--rollout-max-response-len", "48", "--run-dir", str(folder)]
     with launch([*flags, "--num-rollout", "1000"], tmp_path) as launched:
-        launched.wait_for(lambda: len(train_steps(folder)) >= 1)
+        launched.wait_for(lambda: has_pushed_with_groups_under_way(metrics_of(folder)))
         os.kill(launched.process.pid, signal.SIGTERM)
         assert launched.wait() == 143
     (checkpoint,) = (folder / "checkpoints").iterdir()
@@ -106,4 +111,4 @@ def test_a_frozen_tower_and_answers_that_a_stop_interrupts(shapes: Path, flags: 
     whole, without = pushes[0]["sync/bytes"], pushes[0]["sync/bytes"] - sum(tensor.nbytes for tensor in new.values())
     for attempt in (1, 2):
         first, *later = [row["sync/bytes"] for row in pushes if row["attempt"] == attempt]
-        assert first == whole and set(later) == {without}
+        assert first == whole and set(later) <= {without} and (later or attempt == 2)
