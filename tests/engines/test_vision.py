@@ -179,7 +179,7 @@ def serve(tmp_path: Path, forked_engines: None) -> Iterator[Any]:
 
 
 def busy_one(engines: Sequence[EngineActor]) -> EngineActor:
-    """Return the engine that has a request. Its scheduler says so once it has begun."""
+    """Return the engine that has a request. Its scheduler says so once it starts."""
     while True:
         for engine in engines:
             (load,) = call("GET", f"{engine.url}/v1/loads?include=core", api_key=KEY, timeout_s=10.0)["loads"]
