@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from ray.actor import ActorHandle
@@ -44,6 +45,9 @@ class LocalLauncher(Launcher):
         os.environ.update(collective_interfaces(LOOPBACK, os.environ))
         os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
         os.environ.setdefault(*MKL_MODE)
+        if plan.layout is not None:
+            # Here, for where the threads of trainer and Buffer import it at once, one may find sympy half imported.
+            import_module("torch.fx.experimental.symbolic_shapes")
         visible = os.environ.get(VARIABLE)
         for number in range(plan.num_bundles):
             gpu = Gpu(number, number) if plan.device == "cpu" else nth(visible, number)
