@@ -35,6 +35,15 @@ CHAT_TEMPLATE = (
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
+def make_processor(path: str | Path, kind: str) -> None:
+    """Write tokenizer, template and the image processor's numbers of this kind."""
+    tokenizer = make_byte_tokenizer(more=tuple(spelled(token, kind) for token in VISION_TOKENS))
+    tokenizer.chat_template = template = spelled(CHAT_TEMPLATE, kind)
+    tokenizer.save_pretrained(path)
+    Path(path, "preprocessor_config.json").write_text(json.dumps(image_numbers(kind), indent=2))
+    Path(path, "chat_template.jinja").write_text(template)
+
+
 def make_tiny_vlm(path: str | Path, kind: str, seed: int = 0, **sizes: Any) -> torch.nn.Module:
     """Write a float32 model of this kind, with tokenizer, template and image processor; return transformers' own.
 
@@ -43,9 +52,6 @@ def make_tiny_vlm(path: str | Path, kind: str, seed: int = 0, **sizes: Any) -> t
     import torch
     from transformers import AutoModelForImageTextToText
 
-    tokenizer = make_byte_tokenizer(more=tuple(spelled(token, kind) for token in VISION_TOKENS))
-    tokenizer.chat_template = template = spelled(CHAT_TEMPLATE, kind)
-    tokenizer.save_pretrained(path)
     config = config_of(kind, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -69,9 +75,7 @@ def make_tiny_vlm(path: str | Path, kind: str, seed: int = 0, **sizes: Any) -> t
         model.save_pretrained(path)
     if kind == "qwen3_vl_moe":
         turn_experts(path)
-    numbers = image_numbers(kind)
-    Path(path, "preprocessor_config.json").write_text(json.dumps(numbers, indent=2))
-    Path(path, "chat_template.jinja").write_text(template)
+    make_processor(path, kind)
     return model
 
 

@@ -172,7 +172,7 @@ class SeeingBatch:
 
 
 def batch_of(name: str) -> Batch | SeeingBatch:
-    """What the model is trained on."""
+    """Return the samples that the model is trained on."""
     return SeeingBatch(name.split()[0]) if name in SEEING else Batch()
 
 

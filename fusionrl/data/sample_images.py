@@ -117,7 +117,7 @@ def as_ref(value: object, processor: ProcessorFiles | None) -> ImageRef:
     if isinstance(value, Image):
         return IMAGES.add_picture(value, processor.limits)
     image = IMAGES.add_file(image_file(value, Path()).content, processor.limits)  # a copy: a tool may delete its files
-    IMAGES.pixels(image)  # whether it can be decoded
+    IMAGES.pixels(image)  # raises where it cannot be decoded
     return image
 
 

@@ -51,7 +51,7 @@ class StoredImage(Image.Image):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it is no longer the image of its reference."""
+        """Return whether it is no longer the image of its reference."""
         is_there = self._im is not None and not isinstance(self._im, DeferredError)
         return is_there and (self._pixels is None or self._im is not self._pixels.im)
 

@@ -134,7 +134,7 @@ class Rule:
 
     @property
     def is_vision(self) -> bool:
-        """Whether it belongs to a vision tower."""
+        """Return whether it belongs to a vision tower."""
         return self.megatron.startswith(VISION)
 
     def section_rows(self, name: str) -> Sizes:
@@ -246,7 +246,7 @@ class Published:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the text model is one module of the whole: engines that see have the names of the files then."""
+        """Return whether the text model is a module of the whole; engines that see then have the files' names."""
         return "" in self.prefixes.values()
 
 

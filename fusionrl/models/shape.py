@@ -166,7 +166,7 @@ class ModelShape(BaseModel):
 
     @property
     def may_share_prompts(self) -> bool:
-        """Whether siblings' prompts may be computed once: every kind says whether it can.
+        """Return whether siblings' prompts may be computed once: every kind says whether it can.
 
         A layer of multi-token prediction reads the token after a prompt at its last place: siblings differ there.
         """
@@ -189,7 +189,7 @@ class ModelShape(BaseModel):
 
     @property
     def dense_within(self) -> int | None:
-        """Tokens of the longest sample that trainers attend to as every layer does; None: there is no limit."""
+        """Tokens of the longest sample that trainers attend to as every layer does; None: samples of any length."""
         return min((kind.dense_within for kind in self.attention if kind.dense_within is not None), default=None)
 
     @property

@@ -138,7 +138,7 @@ class VisionShape(BaseModel):
             yield Rule(f"{VISION}{name}", {f"{NAMES}{self.stored(name)}": sizes})
 
     def stored(self, name: str) -> str:
-        """What files call the tensor `name`."""
+        """Return the name that files give the tensor `name`, without the tower's prefix."""
         return name
 
 

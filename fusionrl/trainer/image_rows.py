@@ -46,7 +46,7 @@ class ImageRows:
 
 
 def prompt_keys(shard: TrainShard, samples: Sequence[int], prompts: Sequence[int]) -> list[bytes]:
-    """What tells apart prompts of the same ids: their images."""
+    """Return of each sample what tells its prompt from others of the same ids: its images. [] without images."""
     if not shard.spans:
         return []
     return [

@@ -106,6 +106,7 @@ def _build_chunk(
             )
 
     def usual() -> GPTModel:
+        """Build the model of our layers, or of --custom-spec-path."""
         if callable(spec) and not is_spec:
             return _checked_model("custom_spec_path", str(spec_path), spec(**place), shape)
         kind, sight = ValueModel if shape.value_head else ChosenOutputs, _sight(config, shape)

@@ -254,7 +254,7 @@ class Tower(nn.Module):
         return values.expand(*values.shape[:5], shape.temporal_patch_size, size, size).reshape(-1, shape.patch_dim)
 
     def places(self, grids: Sequence[Grid], device: torch.device) -> _Places:
-        """Where the patches of images of these sizes stand."""
+        """Return the places of all patches of images of these sizes, in the order of the blocks."""
         rows = torch.cat([_rows_and_columns(grid, self.shape.merge) for grid in grids])
         lengths = [height * width for times, height, width in grids for _ in range(times)]
         order, windows = self.windows(grids)

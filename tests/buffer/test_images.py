@@ -38,8 +38,7 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.plan import make_plan
 from fusionrl.rollout import evaluation
-from tests.tiny_model import make_byte_tokenizer
-from tests.tiny_vision import CHAT_TEMPLATE, VISION_TOKENS, config_of, image_numbers
+from tests.tiny_vision import config_of, make_processor
 
 ROOT = Path(__file__).parents[2]
 HOOKS = Path(__file__).with_name("image_hooks.py")
@@ -58,11 +57,8 @@ def png(seed: int, side: int = 64) -> bytes:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that sees, without its weights: the Buffer reads the rest alone."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_byte_tokenizer(more=VISION_TOKENS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    make_processor(folder, "qwen3_vl")
     config_of("qwen3_vl").save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(image_numbers("qwen3_vl")))
     return folder
 
 

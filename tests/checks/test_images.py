@@ -20,8 +20,7 @@ from fusionrl.checks.lengths import file_length_errors, length_errors
 from fusionrl.config.config import Config
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.models.shape import read_model_shape, shape_from_hf_config
-from tests.tiny_model import make_byte_tokenizer
-from tests.tiny_vision import CHAT_TEMPLATE, VISION_TOKENS, config_of, image_numbers, raw_config
+from tests.tiny_vision import CHAT_TEMPLATE, config_of, make_processor, raw_config
 
 KEYS = {"image": "images"}
 
@@ -30,11 +29,8 @@ KEYS = {"image": "images"}
 def model(tmp_path: Path) -> Path:
     """A model that sees, without its weights."""
     folder = tmp_path / "model"
-    tokenizer = make_byte_tokenizer(more=VISION_TOKENS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    make_processor(folder, "qwen2_5_vl")
     config_of("qwen2_5_vl").save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(image_numbers("qwen2_5_vl")))
     return folder
 
 

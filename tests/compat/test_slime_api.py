@@ -210,13 +210,9 @@ def test_the_processor_of_a_model_that_sees(tmp_path: Path) -> None:
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from tests.tiny_model import make_byte_tokenizer
-    from tests.tiny_vision import CHAT_TEMPLATE, IMAGE, VISION_TOKENS, image_numbers
+    from tests.tiny_vision import IMAGE, make_processor
 
-    tokenizer = make_byte_tokenizer(more=VISION_TOKENS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_numbers("qwen2_5_vl")))
+    make_processor(tmp_path, "qwen2_5_vl")
     (tmp_path / "config.json").write_text(json.dumps({"image_token_id": IMAGE}))
     processor = datasets.load_processor(str(tmp_path), trust_remote_code=True)
     assert processor is not None and processor.image_processor.patch_size == 14

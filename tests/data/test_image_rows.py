@@ -29,8 +29,7 @@ from fusionrl.data.sample_json import images_in, pack_sample, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.model_turn import clear_response, prompt_tokens
 from fusionrl.rollout.sft_rollout import to_sft_sample
-from tests.tiny_model import make_byte_tokenizer
-from tests.tiny_vision import CHAT_TEMPLATE, IMAGE, VIDEO, VISION_TOKENS, image_numbers
+from tests.tiny_vision import CHAT_TEMPLATE, IMAGE, VIDEO, make_processor
 
 Row = dict[str, Any]
 
@@ -50,10 +49,7 @@ def uri(content: bytes) -> str:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizer, template and processor's settings of a model that sees: without its weights."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_byte_tokenizer(more=VISION_TOKENS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(image_numbers("qwen2_5_vl")))
+    make_processor(folder, "qwen2_5_vl")
     (folder / "config.json").write_text(json.dumps({"image_token_id": IMAGE, "video_token_id": VIDEO}))
     return folder
 

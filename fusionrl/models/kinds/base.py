@@ -209,7 +209,7 @@ class Mlp(Kind):
 
     @property
     def has_whole_experts(self) -> bool:
-        """Whether expert tensor parallelism divides none of its experts."""
+        """Return whether expert tensor parallelism divides none of its experts."""
         return False
 
     @property
