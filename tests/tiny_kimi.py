@@ -87,9 +87,10 @@ def published_config(config: Any) -> dict[str, Any]:
 
 
 def save(model: torch.nn.Module, folder: str | Path) -> None:
-    """Write config.json and the weights."""
+    """Write config.json and the weights into this folder, which is made if missing."""
     from safetensors.torch import save_file
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, "config.json").write_text(json.dumps(published_config(model.config), indent=2))
     tensors = {name: tensor.clone().contiguous() for name, tensor in published(model, model.state_dict()).items()}
     save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
