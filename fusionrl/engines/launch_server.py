@@ -54,6 +54,10 @@ def _fork_children() -> None:
     """
     import multiprocessing
 
+    import torch
+
+    # A fork's threads make torch's pool of threads anew: two at once, as in a load of weights, and one finds none.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     set_start_method = multiprocessing.set_start_method
 
     def fork_instead(method: str | None, force: bool = False) -> None:
