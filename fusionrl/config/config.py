@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from fusionrl.config.groups.algorithm import AlgorithmGroup, CriticGroup, PrmGroup
 from fusionrl.config.groups.base import Group
 from fusionrl.config.groups.data import DataGroup, EvalGroup
+from fusionrl.config.groups.lora import LoraGroup
 from fusionrl.config.groups.model import ModelGroup, WeightsGroup
 from fusionrl.config.groups.rollout import RejectSamplingGroup, RewardGroup, RolloutGroup
 from fusionrl.config.groups.run import CheckpointGroup, ClusterGroup, PipelineGroup, RunGroup
@@ -90,6 +91,7 @@ class Config(Group):
     critic: CriticGroup = Field(default_factory=CriticGroup)
     prm: PrmGroup = Field(default_factory=PrmGroup)
     train: TrainGroup = Field(default_factory=TrainGroup)
+    lora: LoraGroup = Field(default_factory=LoraGroup)
     eval: EvalGroup = Field(default_factory=EvalGroup)
     weights: WeightsGroup = Field(default_factory=WeightsGroup)
     checkpoint: CheckpointGroup = Field(default_factory=CheckpointGroup)

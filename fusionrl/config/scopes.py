@@ -189,6 +189,7 @@ FILTERS = _needs(
 )
 REWARD_MODEL = _needs("without --rm-model", lambda c: c.reward.rm_model is not None)
 OVERLONG = _needs("without --overlong-buffer-len", lambda c: c.reward.overlong_buffer_len is not None)
+LORA = _needs("without --lora-rank", lambda c: c.lora.lora_rank > 0)
 PROFILED = _if("without --profile-steps", lambda c: bool(c.run.profile_steps))
 ON_GPUS = _if("with --device cpu", lambda c: c.cluster.device != "cpu")
 ON_A_CPU = _if("with --device cuda", lambda c: c.cluster.device != "cuda")

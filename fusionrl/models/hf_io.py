@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fusionrl.models import convert, families
+from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.models.fp8 import dequantize
 from fusionrl.models.mxfp4 import dequantize as dequantize_mxfp4
 from fusionrl.models.published import Place, form_of, places, text_config
@@ -133,32 +134,46 @@ def read_part(reader: HFReader, rule: families.Rule, rank: int, size: int) -> Te
 def local_tensors(
     chunks: Iterable[torch.nn.Module], shape: ModelShape
 ) -> Iterator[tuple[str, families.Rule, torch.Tensor]]:
-    """(Megatron name as the whole model numbers it, rule, tensor) of this rank's part.
+    """(Megatron name as the whole model numbers it, rule, tensor) of this rank's part, without adapters.
 
     Parameters, and the buffers that the family's table has (a balancing bias of the router). By the shape's `trunk`
     without layers of multi-token prediction.
     """
+    rules = families.model_rules(shape)
+    for name, tensor in _named_tensors(chunks, shape):
+        if isinstance(tensor, torch.nn.Parameter):
+            if ADAPTER not in name and (shape.mtp_layers or not name.startswith(MTP)):
+                yield name, families.rule_of(name, shape), tensor
+        elif name in rules:
+            yield name, rules[name], tensor
+
+
+def local_adapters(
+    chunks: Iterable[torch.nn.Module], shape: ModelShape, spec: AdapterSpec
+) -> Iterator[tuple[str, families.Rule, torch.Tensor]]:
+    """(Megatron name as the whole model numbers it, rule, parameter) of this rank's adapters."""
+    rules = adapter_rules(shape, spec)
+    for name, tensor in _named_tensors(chunks, shape):
+        if ADAPTER in name:
+            yield name, rules[name], tensor
+
+
+def _named_tensors(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """(Megatron name as the whole model numbers it, tensor) of this rank's parameters and then its buffers."""
     from megatron.core import parallel_state
 
     first_expert = 0
     if shape.num_experts:
         ep_size = parallel_state.get_expert_model_parallel_world_size()
         first_expert = parallel_state.get_expert_model_parallel_rank() * (shape.num_experts // ep_size)
-    rules = families.model_rules(shape)
     for chunk in chunks:
         module = chunk
         while not hasattr(module, "decoder"):
             module = module.module
         layers = module.decoder.layers
         first_layer = layers[0].layer_number - 1 if len(layers) else 0
-        for name, param in module.named_parameters():
-            name = families.canonical_name(name, first_layer, first_expert)
-            if shape.mtp_layers or not name.startswith(MTP):
-                yield name, families.rule_of(name, shape), param
-        for name, buffer in module.named_buffers():
-            name = families.canonical_name(name, first_layer, first_expert)
-            if name in rules:
-                yield name, rules[name], buffer
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield families.canonical_name(name, first_layer, first_expert), tensor
 
 
 def read_local_weights(
@@ -213,6 +228,7 @@ def iter_hf_tensors(
     transformer_config: TransformerConfig,
     shape: ModelShape,
     value_of: Callable[[Tensor], Tensor] | None = None,
+    adapters: AdapterSpec | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of the model, in one order that is the same on every rank.
 
@@ -221,6 +237,7 @@ def iter_hf_tensors(
     `families.hf_shapes`, but that the experts with the same place on their ranks come together.
 
     `value_of`: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
+    `adapters`: export their tensors, by PEFT's names, in place of the model's.
     """
     from megatron.core import parallel_state
 
@@ -228,13 +245,16 @@ def iter_hf_tensors(
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     ep_group = parallel_state.get_expert_model_parallel_group()
     experts_per_rank = shape.num_experts // ep_group.size() or 1
-    local = {name: tensor for name, _, tensor in local_tensors(model_chunks, shape)}
+    if adapters is None:
+        rules, held = families.model_rules(shape), local_tensors(model_chunks, shape)
+    else:
+        rules, held = adapter_rules(shape, adapters), local_adapters(model_chunks, shape, adapters)
+    local = {name: tensor for name, _, tensor in held}
     stages: list[set[str]] = [set(local)]
     if pp_group.size() > 1:
         stages = [set()] * pp_group.size()
         dist.all_gather_object(stages, set(local), group=pp_group)
     device = next(iter(local.values())).device if local else torch.device("cpu")
-    rules = families.model_rules(shape)
     for rule in rules.values():
         same_place, mine = [rule], rule
         if rule.expert is not None:

@@ -9,6 +9,7 @@ from fusionrl.config.run_parts import changes_weights
 from fusionrl.models.families import model_rules
 from fusionrl.models.freezing import frozen_tensors
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.balance import ImageCost
 from fusionrl.plan.critic import auxiliary_role
 from fusionrl.plan.layout import TrainerLayout, stage_layers
@@ -67,10 +68,12 @@ def max_image_tokens(config: Config, shape: ModelShape) -> int | None:
 
 
 def frozen_of(config: Config, shape: ModelShape) -> frozenset[str]:
-    """Return the Megatron names of the parameters that are not trained.
+    """Return the Megatron names of the parameters of the model that are not trained: with adapters, all.
 
-    Raises ValueError as `frozen_tensors`.
+    Raises ValueError as `frozen_tensors` and `adapters_of`.
     """
+    if adapters_of(config, shape) is not None:
+        return frozenset(name for name, rule in model_rules(shape).items() if not rule.buffer)
     train = config.train
     lists = tuple(train.freeze_params_name_list), tuple(train.only_train_params_name_list)
     return frozen_tensors(shape, *lists, train.freeze_vision and shape.vision is not None)

@@ -1,0 +1,147 @@
+"""Low-rank adapters (LoRA) as rules: which tensors have them, and the rules of their own tensors. Pure, without torch.
+
+A Hugging Face weight W [out, in] that has an adapter computes W x + scale · B (A x), with A [rank, in] and
+B [out, rank] (Hu et al. 2021, arXiv:2106.09685). Every Hugging Face tensor has its own pair, also where Megatron joins
+several in one, so that the tensors are PEFT's. Their rules read, divide, gather and write them as those of weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import sqrt
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fusionrl.models import families
+from fusionrl.models.rules import Rule, Split
+from fusionrl.models.shape import ModelShape
+
+ALL_LINEAR = "all-linear"
+PEFT_PREFIX = "base_model.model."
+ADAPTER = ".adapter."
+"""Part of the Megatron name of every tensor of an adapter: `….linear_qkv.adapter.A.0`, the number being the place of
+the Hugging Face tensor in the rule of the weight."""
+# Megatron modules whose weights are products with the hidden states; routers, embedding and head are none.
+_LINEAR = frozenset(
+    {
+        *("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+        *("linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"),
+        *("linear_fc1", "linear_fc2", "in_proj", "out_proj"),
+    }
+)
+
+
+class AdapterSpec(BaseModel):
+    """The sizes of a run's adapters, and the modules that have one.
+
+    alpha, use_rslora  B A x is multiplied by alpha / rank, or by alpha / √rank (Kalajdzievski 2023, arXiv:2312.03732)
+    dropout            of x before A, while training
+    targets, excluded  names of modules, Hugging Face's or Megatron's, or `all-linear`
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int = Field(gt=0)
+    alpha: float = Field(gt=0)
+    use_rslora: bool = False
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A x."""
+        return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def targeted(self, rule: Rule) -> tuple[str, ...]:
+        """Return the Hugging Face tensors of `rule` that have an adapter."""
+        if not _may_have_adapter(rule):
+            return ()
+        takes_all = ALL_LINEAR in self.targets
+        return tuple(
+            name
+            for name in rule.hf
+            if (takes_all or _is_named(self.targets, rule, name)) and not _is_named(self.excluded, rule, name)
+        )
+
+
+def checked_spec(spec: AdapterSpec, shape: ModelShape) -> AdapterSpec:
+    """Return `spec`.
+
+    Raises:
+        ValueError: a name of a module that no linear layer of the model has, or no module is left.
+    """
+    rules = [rule for rule in families.model_rules(shape).values() if _may_have_adapter(rule)]
+    for flag, names in (("--target-modules", spec.targets), ("--exclude-modules", spec.excluded)):
+        for name in names:
+            if name != ALL_LINEAR and not any(_is_named((name,), rule, hf) for rule in rules for hf in rule.hf):
+                leaves = sorted({_module(hf).rpartition(".")[2] for rule in rules for hf in rule.hf})
+                raise ValueError(
+                    f"{flag} {name}: no linear layer of a {shape.model_type} model has this name; known are"
+                    f" {', '.join(leaves)}, and Megatron's {', '.join(sorted({_leaf(rule) for rule in rules}))}"
+                )
+    if not any(spec.targeted(rule) for rule in rules):
+        raise ValueError("--target-modules and --exclude-modules leave no module with an adapter")
+    return spec
+
+
+@lru_cache(maxsize=4)
+def adapter_rules(shape: ModelShape, spec: AdapterSpec) -> dict[str, Rule]:
+    """Megatron name → rule of every tensor of the adapters, in the order of the model's rules. Not to be changed."""
+    rules = [new for rule in families.model_rules(shape).values() for new in _rules(rule, spec)]
+    return {rule.megatron: rule for rule in rules}
+
+
+def num_adapter_parameters(shape: ModelShape, spec: AdapterSpec) -> int:
+    """Return the number of values that are trained in the whole model."""
+    return sum(rule.numel for rule in adapter_rules(shape, spec).values())
+
+
+def peft_module(name: str) -> str:
+    """Return PEFT's name of the module with the Hugging Face weight `name`."""
+    return PEFT_PREFIX + _module(name)
+
+
+def _rules(rule: Rule, spec: AdapterSpec) -> Iterator[Rule]:
+    """Yield the rules of the adapters of one weight: what is divided of W's rows is divided of B, of its columns of A.
+
+    B of a tensor whose rows are in groups keeps them in the order of the groups, as the joined weight has them.
+    """
+    targeted, to = spec.targeted(rule), rule.megatron.removesuffix(".weight") + ADAPTER
+    for place, (name, sizes) in enumerate(rule.hf.items()):
+        if name not in targeted:
+            continue
+        rows, columns = sizes
+        a, b = f"{peft_module(name)}.lora_A.weight", f"{peft_module(name)}.lora_B.weight"
+        split: Split = "columns" if rule.split == "columns" else "replicated"
+        yield Rule(f"{to}A.{place}", {a: (spec.rank, columns)}, split=split, expert=rule.expert)
+        of_b = {b: (rows, spec.rank)}
+        if rule.join == "grouped":
+            sections = {b: rule.sections[name]} if name in rule.sections else {}
+            yield Rule(f"{to}B.{place}", of_b, "grouped", rule.split, groups=rule.groups, sections=sections)
+        elif rule.split == "columns":
+            yield Rule(f"{to}B.{place}", of_b, expert=rule.expert)
+        else:
+            split = "rows" if rule.split == "paired_rows" and rule.join == "concat" else rule.split
+            yield Rule(f"{to}B.{place}", of_b, split=split, expert=rule.expert)
+
+
+def _may_have_adapter(rule: Rule) -> bool:
+    is_weight = rule.layer is not None and rule.megatron.endswith(".weight") and len(rule.sizes) == 2
+    return is_weight and not rule.stack and _leaf(rule) in _LINEAR
+
+
+def _leaf(rule: Rule) -> str:
+    """Return the name of the Megatron module of a weight."""
+    return rule.megatron.removesuffix(".weight").rpartition(".")[2]
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _is_named(names: Sequence[str], rule: Rule, hf: str) -> bool:
+    """Return whether one of `names` is the end of the module's Hugging Face name, or Megatron's name of it."""
+    dotted = f".{_module(hf)}"
+    return any(dotted.endswith(f".{name}") or name == _leaf(rule) for name in names)
