@@ -56,6 +56,25 @@ async def late(args: Any, sample: Any, sampling_params: Any) -> Any:
     return await generate(args, sample, sampling_params)
 
 
+async def spans_a_push(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """Sample eight tokens; two answers wait then for a push; sample the rest."""
+    import asyncio
+    import time
+
+    from fusionrl.plugin_api import begin, generate_turn
+
+    if not sample.response_length:
+        begin(args, sample)
+        await generate_turn(args, sample, sampling_params, longest=8)
+        deadline = time.monotonic() + 120
+        is_held = sample.index in (0, 32) and sample.status != type(sample).Status.COMPLETED
+        while is_held and _newest_step(args.run_dir) <= sample.weight_versions[-1] and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+    if sample.status != type(sample).Status.COMPLETED:
+        await generate_turn(args, sample, sampling_params)
+    return sample
+
+
 async def overlong_ahead(args: Any, sample: Any, sampling_params: Any) -> Any:
     """Sample eight more tokens for a prompt of this rollout; up to 400 for one of the next, so that its end cuts it."""
     from fusionrl.plugin_api import generate

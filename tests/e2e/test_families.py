@@ -36,6 +36,7 @@ def test_states_of_delta_nets_are_computed_again_after_a_push_and_a_death(
     make_model("qwen3_5_text", task, model)
     flags = [*rl_flags, "--hf-checkpoint", str(model), "--pipeline", "async-partial", *LONG_ANSWERS]
     flags += ["--update-weight-transport", "broadcast", "--run-dir", str(folder), "--num-rollout", "4"]
+    flags += ["--custom-generate-function-path", "tests/e2e/hooks.py:spans_a_push"]
     flags += ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--rollout-health-check-interval", "2"]
     with launch([*flags, "--save-interval", "1"], tmp_path) as launched:
         launched.wait_for(lambda: len(train_steps(folder)) >= 2)
