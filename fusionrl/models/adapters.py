@@ -93,9 +93,20 @@ def adapter_rules(shape: ModelShape, spec: AdapterSpec) -> dict[str, Rule]:
     return {rule.megatron: rule for rule in rules}
 
 
+@lru_cache(maxsize=4)
+def sample_rules(shape: ModelShape, spec: AdapterSpec) -> tuple[tuple[Rule, ...], ...]:
+    """Return the rules of the adapters of each decoder layer; of its experts, which are alike, of the first alone."""
+    layers: list[list[Rule]] = [[] for _ in range(shape.num_layers)]
+    for rule in families.model_rules(shape).values():
+        if rule.layer is not None and not rule.expert:
+            layers[rule.layer] += _rules(rule, spec)
+    return tuple(map(tuple, layers))
+
+
 def num_adapter_parameters(shape: ModelShape, spec: AdapterSpec) -> int:
     """Return the number of values that are trained in the whole model."""
-    return sum(rule.numel for rule in adapter_rules(shape, spec).values())
+    rules = (rule for layer in sample_rules(shape, spec) for rule in layer)
+    return sum(rule.numel * (1 if rule.expert is None else shape.num_experts) for rule in rules)
 
 
 def peft_module(name: str) -> str:

@@ -60,5 +60,9 @@ def auxiliary_config(config: Config, role: Role) -> Config:
         schedule["min_lr"] = schedule["lr"]
     schedule |= {"freeze_params_name_list": [], "only_train_params_name_list": [], "freeze_vision": False}
     return config.model_copy(
-        update={"model": model.model_copy(update=sizes | start), "train": train.model_copy(update=schedule)}
+        update={
+            "model": model.model_copy(update=sizes | start),
+            "train": train.model_copy(update=schedule),
+            "lora": config.lora.model_copy(update={"lora_rank": 0}),  # the policy alone has adapters
+        }
     )

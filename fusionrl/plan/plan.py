@@ -13,6 +13,7 @@ from fusionrl.config.run_parts import is_streamed, uses_trainers
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.pipeline.knobs import Knobs
+from fusionrl.plan.adapters import AdapterPush, adapter_push, adapters_of
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.critic import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
@@ -56,6 +57,7 @@ class Plan:
     eval_bundles: tuple[tuple[int, ...], ...] = ()  # the same of engines that evaluate alone, numbered after the others
     groups: tuple[EngineGroup, ...] = ()  # of --engine-group, in the order of their engines
     quantization: BlockFp8 | None = None  # of the engines' weights
+    lora_push: AdapterPush | None = None  # None: no adapters are pushed
     drafts: bool = False  # engines speculate with the model's layers of multi-token prediction
     memory: MemoryReport | None = None
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
@@ -225,6 +227,7 @@ def _plan(
         num_rollout=_num_rollout(config, num_prompts),
         train_num_threads=trainer_threads(cluster.train_num_threads, num_cores, local_ranks),
         quantization=quantization,
+        lora_push=push[0] if (push := adapter_push(config, shape)) is not None else None,
         drafts=drafts_by_itself(config),
     )
     when = cluster.offload_train
@@ -267,6 +270,7 @@ def plan_errors(
             layout_errors += mtp_errors(config, layout, shape)
             layout_errors += [] if layout_errors else vision_errors(config, layout, shape)
             errors += layout_errors
+            adapter_push(config, shape)
             if not layout_errors:
                 _check_saved(config, layout, shape)
     except ValueError as error:
@@ -345,7 +349,7 @@ def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> No
     may_lack = frozen or (shape.num_experts and layout.pp > 1)
     if config.checkpoint.no_save or stages is None or not may_lack:
         return
-    counted = stage_parameters(shape, layout, stages, frozen)
+    counted = stage_parameters(shape, layout, stages, frozen, adapters_of(config, shape))
     trains_experts = any(parameters.expert for parameters in counted)
     for stage, (layers, parameters) in enumerate(zip(stages, counted, strict=True)):
         lacks = "experts" if trains_experts and not parameters.expert else ""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fusionrl.models.adapters import AdapterSpec, sample_rules
 from fusionrl.models.kinds import Attention, Mlp, RankSizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.defaults import WIDTHS, Impl
@@ -67,6 +68,7 @@ class ActivationOptions:
     own_attention  on a CPU: our kernel attends where no sequence is longer than `LONGEST_ROW` (it drops nothing out)
     cells      places in the local attention's padded calls for each token
     is_padded  sequences of different lengths: they are copied into the padded calls
+    adapters   that are trained in place of the weights
     """
 
     impl: Impl
@@ -79,6 +81,7 @@ class ActivationOptions:
     own_attention: bool = False
     cells: float = 1.0
     is_padded: bool = False
+    adapters: AdapterSpec | None = None
 
     @property
     def width(self) -> int:

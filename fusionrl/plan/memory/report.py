@@ -13,6 +13,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.run_parts import needs_reference
 from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.defaults import WIDTHS, layer_impl
@@ -194,7 +195,8 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     if plan.layout is None:
         return []
     a, is_rl = config.algorithm, config.run.mode == "rl"
-    uses_reference = needs_reference(a)
+    # Without its adapters the policy is the reference.
+    uses_reference = needs_reference(a) and not config.lora.lora_rank
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
     stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
     groups = [Group("trainers", stages, plan.trainer_bundles, num_sets)]
@@ -235,6 +237,7 @@ def _stages(
         sequence_parallel=passed.transformer.get("sequence_parallel", True) is not False,
         imbalance=imbalance,
         own_attention=on_cpu and bounds_samples(config) and not passed.transformer.get("attention_dropout"),
+        adapters=adapters_of(config, shape),
     )
     custom = config.run.mode == "rl" and config.algorithm.loss_type == "custom_loss"
     # At most: a sample a micro-batch.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from fusionrl.models.adapters import AdapterSpec, sample_rules
 from fusionrl.models.families import model_rules
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
@@ -102,11 +103,16 @@ class StageParameters:
 
 
 def stage_parameters(
-    shape: ModelShape, layout: TrainerLayout, stages: Sequence[Sequence[int]], frozen: Set[str] = frozenset()
+    shape: ModelShape,
+    layout: TrainerLayout,
+    stages: Sequence[Sequence[int]],
+    frozen: Set[str] = frozenset(),
+    adapters: AdapterSpec | None = None,
 ) -> tuple[StageParameters, ...]:
     """Parameters of a rank of each stage; `stages`: layers of each, as `plan.layout.stage_layers` says.
 
-    frozen  Megatron names of those that are not trained
+    frozen    Megatron names of those that are not trained
+    adapters  that are trained in addition
     """
     stage_of, experts_per_rank = stage_of_rule(stages), shape.num_experts // layout.ep
     dense: list[list[int]] = [[] for _ in stages]
@@ -131,6 +137,12 @@ def stage_parameters(
             kinds = (still, still_exact) if rule.megatron in frozen else (dense, exact)
             of_stage = kinds[rule.exact]
             of_stage[stage_of(rule)].append(part_size(rule, layout.tp))
+    for layer in sample_rules(shape, adapters) if adapters is not None else ():
+        for rule in layer:
+            if rule.expert is None:
+                dense[stage_of(rule)].append(part_size(rule, layout.tp))
+            else:
+                expert[stage_of(rule)] += [part_size(rule, layout.etp)] * experts_per_rank
     groups = zip(dense, exact, shared, expert, still, still_exact, strict=True)
     return tuple(StageParameters(*(tuple(numels) for numels in stage)) for stage in groups)
 

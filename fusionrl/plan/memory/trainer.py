@@ -96,7 +96,7 @@ def trainer_memory(
     frozen       Megatron names of parameters that are not trained
     """
     stages = stage_layers(layout, shape.num_layers, transformer) or even_stages(layout, shape.num_layers)
-    counted = stage_parameters(shape, layout, stages, frozen)
+    counted = stage_parameters(shape, layout, stages, frozen, activations.adapters)
     tower = tower_memory(shape, layout, batch, activations, frozen)
     return tuple(
         _stage(shape, layout, batch, states, activations, transformer, stage, layers, parameters, tower)
