@@ -22,6 +22,7 @@ PEFT_PREFIX = "base_model.model."
 ADAPTER = ".adapter."
 """Part of the Megatron name of every tensor of an adapter: `….linear_qkv.adapter.A.0`, the number being the place of
 the Hugging Face tensor in the rule of the weight."""
+IS_A = f"{ADAPTER}A."
 # Megatron modules whose weights are products with the hidden states; routers, embedding and head are none.
 _LINEAR = frozenset(
     {

@@ -217,6 +217,10 @@ class Mlp(Kind):
         """Rows of gate and of up of a routed expert, which expert tensor parallelism divides."""
         return 0
 
+    def routed(self, rank: RankSizes) -> float:
+        """Tokens that a rank's experts work on, for each token of the packed row."""
+        return 0.0
+
     def widest(self, shape: ModelShape, rank: RankSizes) -> float:
         """Values a token of the widest gradient within it."""
         raise NotImplementedError

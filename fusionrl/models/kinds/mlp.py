@@ -168,7 +168,7 @@ class Experts(Mlp):
         """Count what router, routed and shared experts keep."""
         return self._fused_bytes(shape, rank) if rank.is_fused else self._local_bytes(shape, rank)
 
-    def _routed(self, rank: RankSizes) -> float:
+    def routed(self, rank: RankSizes) -> float:
         """Tokens that this rank's experts work on, for each token of the packed row."""
         return self.topk * rank.etp * rank.imbalance / rank.split
 
@@ -187,7 +187,7 @@ class Experts(Mlp):
         # Gate and up, the activation, up with its offset, their product, and that by the router's weight; and what is
         # cut off, and its sigmoid.
         num_ffn = 6 if self.glu_limit is None else 8
-        saved += self._routed(rank) * (width * (shape.hidden_size + num_ffn * ffn) + 4)
+        saved += self.routed(rank) * (width * (shape.hidden_size + num_ffn * ffn) + 4)
         if self.shared_ffn_hidden_size and "shared_experts" not in rank.modules:
             saved += 5 * self.shared_ffn_hidden_size / rank.tp * width
             saved += (4 + shape.hidden_size * width) / rank.split if self.shared_gate else 0.0
@@ -201,12 +201,12 @@ class Experts(Mlp):
         if "shared_experts" not in rank.modules:
             saved += 3 * self.shared_ffn_hidden_size / rank.tp
         num_ffn = 2 if "moe_act" in rank.modules else 3 if self.glu_limit is None else 8
-        saved += self._routed(rank) * (2 * shape.hidden_size + num_ffn * self.ffn_hidden_size / rank.etp)
+        saved += self.routed(rank) * (2 * shape.hidden_size + num_ffn * self.ffn_hidden_size / rank.etp)
         return rank.width * saved
 
     def widest(self, shape: ModelShape, rank: RankSizes) -> float:
         """Of the routed experts, or of their inputs."""
-        return self._routed(rank) * max(self.ffn_hidden_size / rank.etp, shape.hidden_size / 3)
+        return self.routed(rank) * max(self.ffn_hidden_size / rank.etp, shape.hidden_size / 3)
 
     def engine_tensors(self) -> Mapping[str, tuple[str, ...]]:
         """Gate and up of the shared expert; all routed experts are in two tensors (`weights/checksums.py`)."""

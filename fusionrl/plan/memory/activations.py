@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusionrl.models.adapters import AdapterSpec, sample_rules
+from fusionrl.models.adapters import IS_A, AdapterSpec, sample_rules
 from fusionrl.models.kinds import Attention, Mlp, RankSizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.defaults import WIDTHS, Impl
@@ -117,6 +117,7 @@ def layer_bytes(
     """Bytes a token that one layer of these kinds keeps, without full recompute."""
     rank, hidden = options.rank_sizes(layout), shape.hidden_size
     kept = sum(kind.kept_bytes(shape, rank) for kind in kinds)
+    kept += _adapter_bytes(shape, rank, options.adapters, kinds)
     if rank.is_fused:  # a norm is a part of the linear layer after it
         return kept
     hidden_part = hidden / rank.split
@@ -130,6 +131,21 @@ def layer_bytes(
         # Their output only enters the residual sum; the MLP's is a part of it, and recomputed with it.
         kept += (1 if "mlp" in rank.modules else 2) * rank.normed(hidden_part, rank.split)
     return kept
+
+
+def _adapter_bytes(
+    shape: ModelShape, rank: RankSizes, adapters: AdapterSpec | None, kinds: tuple[Attention, Mlp]
+) -> float:
+    """Bytes a token of what A gives. What A reads is counted already: a weight that is trained reads it, too."""
+    if adapters is None:
+        return 0.0
+    layer = next((layer for layer, pair in enumerate(zip(shape.attention, shape.mlp, strict=True)) if pair == kinds), 0)
+    kept = 0.0
+    for rule in sample_rules(shape, adapters)[layer]:
+        if IS_A in rule.megatron:
+            tokens = 1 / rank.split if rule.split == "columns" else 1.0
+            kept += rule.sizes[0] * (tokens if rule.expert is None else kinds[1].routed(rank))
+    return kept * rank.width
 
 
 def chunk_bytes(

@@ -42,13 +42,15 @@ def head_transient_bytes(
     chunk_size: int | None = None,
     *,
     entropy_grad: bool = False,
+    is_frozen: bool = False,
 ) -> int:
     """Bytes that the loss needs for a moment.
 
     Forward: two blocks of logits. Backward: one (two with the entropy's gradient), the gradient of its input in fp32,
-    and that of the output layer's weights.
+    and that of the output layer's weights, unless these are frozen.
     """
     columns, _ = block_sizes(num_tokens, hidden_size, num_rows, chunk_size)
     block = 4 * num_tokens * columns
-    backward = (1 + entropy_grad) * block + 4 * num_tokens * hidden_size + width * num_rows * hidden_size
+    backward = (1 + entropy_grad) * block + 4 * num_tokens * hidden_size
+    backward += 0 if is_frozen else width * num_rows * hidden_size
     return max(2 * block, backward)

@@ -135,7 +135,7 @@ def _stage(
         # The last norm keeps its input and the normalised copy; the loss of the micro-batch that is worked on.
         head = tokens * (8 * shape.hidden_size + 4) / split
         if not shape.value_head:
-            head_kept, head_now = _head(batch, shape, rows, width)
+            head_kept, head_now = _head(batch, shape, rows, activations)
             head += head_kept
             if shape.mtp_layers:
                 further, again = _further(shape, layout, activations)
@@ -176,12 +176,13 @@ def _further(shape: ModelShape, layout: TrainerLayout, options: ActivationOption
     return (2 * hidden * rank.width, kept) if options.recompute.is_full else (kept, 0.0)
 
 
-def _head(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> tuple[float, float]:
+def _head(batch: BatchOptions, shape: ModelShape, rows: int, options: ActivationOptions) -> tuple[float, float]:
     """(bytes that the loss keeps, bytes that it needs for a moment)."""
     if batch.whole_logits:  # in fp32, and so is their gradient; a softmax between them
         return 4.0 * batch.tokens * rows, 8.0 * batch.tokens * rows
-    sizes = (batch.tokens, shape.hidden_size, rows, width, batch.chunk_size)
-    return head_kept_bytes(*sizes), head_transient_bytes(*sizes, entropy_grad=batch.entropy_grad)
+    sizes = (batch.tokens, shape.hidden_size, rows, options.width, batch.chunk_size)
+    is_frozen = options.adapters is not None
+    return head_kept_bytes(*sizes), head_transient_bytes(*sizes, entropy_grad=batch.entropy_grad, is_frozen=is_frozen)
 
 
 def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
