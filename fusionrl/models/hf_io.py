@@ -197,6 +197,11 @@ def read_local_weights(
         yield tensor, part
 
 
+def split_size(rule: families.Rule) -> int:
+    """Return the number of ranks over which the rule's tensor is divided."""
+    return 1 if rule.split == "replicated" else _split_group(rule).size()
+
+
 def _split_group(rule: families.Rule) -> dist.ProcessGroup:
     """The ranks over which the rule's tensor is split."""
     from megatron.core import parallel_state
@@ -227,8 +232,9 @@ def iter_hf_tensors(
     model_chunks: Sequence[torch.nn.Module],
     transformer_config: TransformerConfig,
     shape: ModelShape,
-    value_of: Callable[[Tensor], Tensor] | None = None,
+    value_of: Callable[[families.Rule, Tensor], Tensor] | None = None,
     adapters: AdapterSpec | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of the model, in one order that is the same on every rank.
 
@@ -238,6 +244,7 @@ def iter_hf_tensors(
 
     `value_of`: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
     `adapters`: export their tensors, by PEFT's names, in place of the model's.
+    `dtype`: of values that are not always in fp32; the model's if not given.
     """
     from megatron.core import parallel_state
 
@@ -266,9 +273,9 @@ def iter_hf_tensors(
         owner = next(index for index, names in enumerate(stages) if mine.megatron in names)
         tensors: list[Tensor] | None = None
         if owner == pp_group.rank() and rule.stack:
-            tensors = [_stacked(rule, lambda name: (rules[name], _value(local[name], value_of)), ep_group)]
+            tensors = [_stacked(rule, lambda name: (rules[name], _value(rules[name], local[name], value_of)), ep_group)]
         elif owner == pp_group.rank():
-            full = _whole(rule, _value(local[mine.megatron], None if rule.buffer else value_of))
+            full = _whole(rule, _value(mine, local[mine.megatron], None if rule.buffer else value_of))
             wholes = [full] if rule.expert is None else _all_gather(full, ep_group)
             tensors = [
                 part
@@ -278,8 +285,8 @@ def iter_hf_tensors(
         names = {hf: sizes for placed in same_place for hf, sizes in placed.stored.items()}
         if pp_group.size() > 1:
             if tensors is None:
-                dtype = torch.float32 if rule.is_fp32 or value_of is not None else transformer_config.params_dtype
-                tensors = [torch.empty(sizes, dtype=dtype, device=device) for sizes in names.values()]
+                own = torch.float32 if rule.is_fp32 else dtype or transformer_config.params_dtype
+                tensors = [torch.empty(sizes, dtype=own, device=device) for sizes in names.values()]
             tensors = [tensor.contiguous() for tensor in tensors]
             for tensor in tensors:
                 dist.broadcast(tensor, src=dist.get_global_rank(pp_group, owner), group=pp_group)
@@ -287,8 +294,8 @@ def iter_hf_tensors(
         yield from zip(names, tensors, strict=True)
 
 
-def _value(tensor: Tensor, value_of: Callable[[Tensor], Tensor] | None) -> Tensor:
-    return (tensor if value_of is None else value_of(tensor)).detach()
+def _value(rule: families.Rule, tensor: Tensor, value_of: Callable[[families.Rule, Tensor], Tensor] | None) -> Tensor:
+    return (tensor if value_of is None else value_of(rule, tensor)).detach()
 
 
 def _stacked(

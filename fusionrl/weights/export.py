@@ -8,21 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.families import model_rules
 from fusionrl.models.fp8 import quantized
-from fusionrl.models.hf_io import gather_params, iter_hf_tensors, local_tensors
+from fusionrl.models.hf_io import gather_params, iter_hf_tensors, local_adapters, local_tensors, split_size
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import PushPlan, PushTensor, push_tensors
 from fusionrl.weights.gather import DTYPES, PartGatherer, of_all_ranks
+from fusionrl.weights.merge import Losses, Merger
 
 
 @dataclass
 class Exporter:
     """The weights of rank `rank` of a trainer, in the engines' precision `dtype` ("float32" or "bfloat16").
 
-    `reload` brings them into memory where they were given away; `quantization` says what engines hold in fp8.
+    `reload` brings them into memory where they were given away; `quantization` says what engines hold in fp8. `merged`:
+    the adapters to add to the weights; None: weights are as they are.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -34,6 +37,7 @@ class Exporter:
     device: torch.device
     reload: Callable[[], None] = lambda: None
     quantization: BlockFp8 | None = None
+    merged: AdapterSpec | None = None
 
     def whole(self, without: Set[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every other weight, whole, as engines load it; collective over all ranks."""
@@ -43,8 +47,31 @@ class Exporter:
         """The same before anything is quantised."""
         self.reload()
         exact = {name for rule in model_rules(self.shape).values() if rule.is_fp32 for name in rule.hf}
-        for name, tensor in iter_hf_tensors(self.chunks, self.transformer, self.shape):
+        value_of = dtype = None
+        if (merger := self._merger()) is not None:
+            value_of, dtype = lambda rule, value: merger.part(rule, value, split_size(rule)), merger.dtype
+        for name, tensor in iter_hf_tensors(self.chunks, self.transformer, self.shape, value_of, dtype=dtype):
             yield name, tensor.detach().to(torch.float32 if name in exact else DTYPES[self.dtype])
+
+    @torch.no_grad()
+    def merge_losses(self) -> Losses:
+        """Return what rounding loses of merged weights, of this rank's parts that a push takes; not a collective."""
+        merger = self._merger()
+        assert merger is not None
+        place, layout = self.rank % (self.layout.world_size // self.layout.pp), self.layout
+        total = 0.0, 0.0
+        for _, rule, tensor in local_tensors(self.chunks, self.shape):
+            num_holders = split_size(rule) * (1 if rule.expert is None else layout.ep)
+            if place < num_holders:  # others have the same
+                lost, added = merger.losses(rule, tensor.detach(), split_size(rule))
+                total = total[0] + lost, total[1] + added
+        return total
+
+    def _merger(self) -> Merger | None:
+        if self.merged is None:
+            return None
+        held = {name: (rule, part) for name, rule, part in local_adapters(self.chunks, self.shape, self.merged)}
+        return Merger(held, self.merged.scale, DTYPES[self.dtype])
 
     def tensors(self, group: dist.ProcessGroup | None) -> list[PushTensor]:
         """Every tensor of the model with the stage that holds it; collective over `group`, of all ranks."""
@@ -70,4 +97,4 @@ class Exporter:
         if self.shape.num_experts:
             groups.append(parallel_state.get_expert_tensor_parallel_group())
             groups.append(parallel_state.get_expert_model_parallel_group())
-        return PartGatherer(self.rank, plan, parts, groups, self.device, mapped)
+        return PartGatherer(self.rank, plan, parts, groups, self.device, mapped, self._merger())

@@ -15,6 +15,7 @@ from torch import Tensor
 from fusionrl.models import convert
 from fusionrl.models.families import Rule
 from fusionrl.plan.push import Bucket, PushPlan, PushTensor, are_together
+from fusionrl.weights.merge import Merger
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -106,13 +107,15 @@ class PartGatherer:
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
         mapped: Mapping[int, Sequence[Tensor]],
+        merger: Merger | None = None,
     ) -> None:
         """`parts`: Megatron name → (rule, what this rank holds of it); `groups`: the process groups of this rank over
-        which tensors are divided; `mapped`: source → its buffers, where all members have them in their memory. Memory
-        is allocated, and touched, here."""
+        which tensors are divided; `mapped`: source → its buffers, where all members have them in their memory;
+        `merger`: adds adapters to what is sent. Memory is allocated, and touched, here."""
         self.rank, self.plan, self.own = rank, plan, parts
         self.groups = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
         self.mapped = mapped
+        self._piece = convert.piece if merger is None else merger.piece
         # Bucket number → its place among its source's, which alternates between its buffers.
         self._turn = {
             bucket.number: place for source in plan.sources for place, bucket in enumerate(plan.of_source(source))
@@ -208,7 +211,7 @@ class PartGatherer:
     def _part(self, tensor: PushTensor, size: int, rows: int) -> Tensor:
         """Return this rank's part of a tensor, without the padding of a vocabulary."""
         rule, value = self.own[tensor.rule.megatron]
-        part = convert.pieces(rule, value.detach(), size)[tensor.part]
+        part = self._piece(rule, value.detach(), tensor.part, size)
         return part[:rows] if rule.split == "rows" and rule.join == "copy" else part
 
 

@@ -58,7 +58,9 @@ def gradients(actor: Any) -> dict[str, np.ndarray]:
     trained, shape = actor.trained, actor.shape
     buffers = {hf for rule in families.model_rules(shape).values() if rule.buffer for hf in rule.hf}
     with torch.no_grad(), _summed(trained):
-        tensors = iter_hf_tensors(trained.chunks, trained.transformer, shape, value_of=lambda param: param.main_grad)
+        tensors = iter_hf_tensors(
+            trained.chunks, trained.transformer, shape, lambda _, param: param.main_grad, dtype=torch.float32
+        )
         return {name: tensor.float().cpu().numpy().copy() for name, tensor in tensors if name not in buffers}
 
 

@@ -1,0 +1,84 @@
+"""Weights with their adapters added, W + scale · B A: what engines get in a merged push, and folders of whole models.
+
+Sums are in fp32 and rounded once. In bf16 a weight keeps eight bits, so that an update far smaller than the weight is
+lost: `Losses` measures how much of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from fusionrl.models import convert
+from fusionrl.models.adapters import ADAPTER
+from fusionrl.models.rules import Rule
+
+Losses = tuple[float, float]
+"""Sums over values: (what rounding changed)², (what adapters add)²."""
+LOUD_LOSS = 0.1
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return (W + scale · B A, scale · B A) in fp32.
+
+    weight  # [..., in]
+    a       # [rank, in]
+    b       # [..., rank]
+    """
+    added = (b.float() @ a.float()).mul_(scale)
+    return weight.float() + added, added
+
+
+def merge_loss(losses: Iterable[Losses]) -> float:
+    """Return ‖round(W + s B A) - (W + s B A)‖ / ‖s B A‖ over the tensors whose sums these are; 0 where B is 0."""
+    lost, added = (sum(sums) for sums in zip(*losses, strict=True))
+    return sqrt(lost / added) if added else 0.0
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Adds a rank's adapters to its parts of the weights, one tensor at a time.
+
+    adapters  Megatron name → (rule, this rank's part), as `local_adapters` lists them
+    dtype     of what engines get
+    """
+
+    adapters: Mapping[str, tuple[Rule, Tensor]]
+    scale: float
+    dtype: torch.dtype
+
+    def piece(self, rule: Rule, value: Tensor, place: int, size: int) -> Tensor:
+        """Return `convert.piece`, with its adapter if it has one."""
+        piece = convert.piece(rule, value, place, size)
+        if (factors := self._factors(rule, place, size)) is None:
+            return piece
+        return merged(piece, *factors, self.scale)[0].to(self.dtype)
+
+    def part(self, rule: Rule, value: Tensor, size: int) -> Tensor:
+        """Return this rank's part of a Megatron tensor, one of `size`, as engines get it."""
+        if not any(self._factors(rule, place, size) for place in range(len(rule.hf))):
+            return value if rule.is_fp32 else value.to(self.dtype)
+        pieces = [self.piece(rule, value, place, size) for place in range(len(rule.hf))]
+        return convert.join(rule, [piece.reshape(-1, value.size(1)).to(self.dtype) for piece in pieces], size)
+
+    def losses(self, rule: Rule, value: Tensor, size: int) -> Losses:
+        """Return what rounding this part loses."""
+        lost = added = 0.0
+        for place, piece in enumerate(convert.pieces(rule, value, size)):
+            if (factors := self._factors(rule, place, size)) is not None:
+                exact, update = merged(piece, *factors, self.scale)
+                lost += float((exact.to(self.dtype) - exact).pow_(2).sum())
+                added += float(update.pow_(2).sum())
+        return lost, added
+
+    def _factors(self, rule: Rule, place: int, size: int) -> tuple[Tensor, Tensor] | None:
+        """Return A and B of tensor `place` of the rule, the rows of B in the order of those of the piece."""
+        prefix = rule.megatron.removesuffix(".weight") + ADAPTER
+        if (held := self.adapters.get(f"{prefix}B.{place}")) is None:
+            return None
+        rule_of_b, b = held
+        return self.adapters[f"{prefix}A.{place}"][1].detach(), convert.pieces(rule_of_b, b.detach(), size)[0]
