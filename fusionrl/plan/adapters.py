@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from typing import Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.models.adapters import AdapterSpec, checked_spec, sample_rules
 from fusionrl.models.families import get_family
 from fusionrl.models.kinds import Delta
 from fusionrl.models.shape import ModelShape
+from fusionrl.pipeline.knobs import Knobs
 
 AdapterPush = Literal["adapter", "merged"]
+_SERVED = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    }
+)
+"""Hugging Face names of the modules that SGLang has adapters of (`SUPPORTED_LORA_TARGET_MODULES`)."""
+_OF_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 
 
 def adapters_of(config: Config, shape: ModelShape) -> AdapterSpec | None:
@@ -59,7 +69,35 @@ def _merge_reasons(config: Config, shape: ModelShape, spec: AdapterSpec) -> Iter
         yield "engines that others have started do not know names of versions"
     if not get_family(shape.model_type).engines_join:
         yield f"engines run transformers' own {shape.model_type}, which takes no adapters"
+    common = config.passthrough.sglang
+    settings = [common, *(common | group.server_args for group in engine_groups(config))]
+    if any(args.get("speculative_algorithm") for args in settings):
+        yield "engines that speculate draft with the weights alone"
+    if any(int(args.get("tokenizer_worker_num") or 1) > 1 for args in settings):
+        yield "with several tokenizer workers an engine has no place that knows the current version"
+    if any(group.role in ("prefill", "decode") for group in engine_groups(config)):
+        yield "a pair of engines would prefill with one version and decode with another"
+    if shape.vision is not None:
+        yield "engines take no adapters of models that see"
     if any(isinstance(kind, Delta) for kind in shape.attention):
         yield "engines take no adapters on all projections of gated delta nets"
-    if any(rule.expert is not None for layer in sample_rules(shape, spec) for rule in layer):
-        yield "engines take no adapters on experts (--exclude-modules, or --target-modules without them)"
+    modules = target_modules(shape, spec)
+    if other := sorted(modules - _SERVED):
+        yield f"engines take no adapters on {', '.join(other)}"
+    if shape.num_experts and modules & _OF_MLP:
+        # SGLang gives the adapters of a dense layer's MLP, or of shared experts, to the experts too.
+        yield "engines take no adapters on the MLPs of a mixture (--exclude-modules, or --target-modules without them)"
+
+
+def target_modules(shape: ModelShape, spec: AdapterSpec) -> set[str]:
+    """Return the Hugging Face names of the modules that have an adapter: `q_proj`."""
+    return {name.split(".")[-3] for layer in sample_rules(shape, spec) for rule in layer for name in rule.hf}
+
+
+def adapter_slots(num_names: int, knobs: Knobs | None) -> int:
+    """Return how many adapters an engine serves at once: of each name all versions that may run, and the weights alone.
+
+    A request keeps the version that it began with, so those in flight have as many as --max-staleness lets them.
+    """
+    num_versions = 2 if knobs is None else 2 + knobs.max_staleness
+    return num_names * num_versions + 1
