@@ -191,7 +191,7 @@ def read_local_weights(
             + f" no part of a {shape.model_type} model as config.json describes it"
         )
     for name, rule, tensor in local_tensors(chunks, shape):
-        group = _split_group(rule)
+        group = split_group(rule)
         part = read_part(reader, rule, group.rank(), group.size())
         assert part.shape == tensor.shape, f"{name}: {tuple(part.shape)} for a tensor of {tuple(tensor.shape)}"
         yield tensor, part
@@ -199,10 +199,10 @@ def read_local_weights(
 
 def split_size(rule: families.Rule) -> int:
     """Return the number of ranks over which the rule's tensor is divided."""
-    return 1 if rule.split == "replicated" else _split_group(rule).size()
+    return 1 if rule.split == "replicated" else split_group(rule).size()
 
 
-def _split_group(rule: families.Rule) -> dist.ProcessGroup:
+def split_group(rule: families.Rule) -> dist.ProcessGroup:
     """The ranks over which the rule's tensor is split."""
     from megatron.core import parallel_state
 
@@ -319,7 +319,7 @@ def _stacked(
 
 
 def _whole(rule: families.Rule, part: Tensor) -> Tensor:
-    return convert.gather(rule, [part] if rule.split == "replicated" else _all_gather(part, _split_group(rule)))
+    return convert.gather(rule, [part] if rule.split == "replicated" else _all_gather(part, split_group(rule)))
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

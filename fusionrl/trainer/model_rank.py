@@ -15,9 +15,11 @@ from fusionrl.base.malloc import give_freed_back, keep_freed
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import register_hooks
+from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import is_megatron_folder
 from fusionrl.observe.spans import phase, span
+from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.plan.vision import frozen_of
 
@@ -106,6 +108,11 @@ class ModelRank:
         """Megatron names of the parameters that are not trained."""
         return frozen_of(self.config, self.shape)
 
+    @property
+    def adapter_spec(self) -> AdapterSpec | None:
+        """The adapters that are trained; None: the weights are."""
+        return adapters_of(self.config, self.shape)
+
     @phase("setup")
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """Join the other ranks, build the model from --hf-checkpoint, its optimizer and its schedule.
@@ -123,7 +130,10 @@ class ModelRank:
         from fusionrl.trainer.model import build_training
 
         freeze(modules, self.shape, self.frozen)
+        if self.adapter_spec is not None:
+            from fusionrl.trainer import lora
 
+            lora.attach(modules, transformer, self.shape, self.adapter_spec, config.run.seed)
         self.trained = build_training(config, modules, transformer, self.trainer_plan)
         from fusionrl.trainer.megatron_spans import record_megatron
 

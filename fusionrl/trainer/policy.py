@@ -51,7 +51,12 @@ class PolicyTrainer(PushSource):
         return facts
 
     def _read_reference(self) -> None:
+        from fusionrl.trainer.weight_sets import WeightSet
+
         model = self.config.model
+        if self.adapter_spec is not None:  # the model's own weights, without the adapters
+            self.weight_sets["ref"] = WeightSet(())
+            return
         if (model.megatron_checkpoint is not None or model.debug_random_weights) and model.ref_load is None:
             self.keep_weights("ref")
             return

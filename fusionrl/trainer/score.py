@@ -15,6 +15,7 @@ from fusionrl.observe.spans import span
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.advantages import needs_log_probs
 from fusionrl.trainer.forward import forward_log_probs, whole_responses
+from fusionrl.trainer.lora import adapters_off
 from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.micro_batches import pack_groups, round_up
 from fusionrl.trainer.model import Trained, forget_images
@@ -122,9 +123,10 @@ def score_samples(
 
 @contextmanager
 def _lent(scorer: Scorer, weights: str) -> Iterator[None]:
-    """Within it the model computes with this set."""
+    """Within it the model computes with this set, of weights alone: without the adapters that are trained."""
+    chunks = scorer.trained.chunks
     try:
-        with scorer.weight_sets[weights].lent():
+        with adapters_off(chunks), scorer.weight_sets[weights].lent():
             forget_images(scorer.trained)
             yield
     finally:

@@ -1,0 +1,212 @@
+"""Low-rank adapters beside Megatron's linear layers, one for each Hugging Face tensor that a layer's weight joins.
+
+A layer gets a child `adapter`, whose output a forward hook adds to the layer's. Of a layer whose rows are divided over
+tensor-parallel ranks, each rank has A whole and its rows of B; of one whose columns are, its columns of A and B whole.
+So [tokens, rank] crosses ranks, not [tokens, hidden]. Weights keep their values and want no gradients (`freezing.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from fusionrl.models import convert
+from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
+from fusionrl.models.hf_io import local_adapters, local_tensors, split_group
+from fusionrl.models.rules import Rule
+from fusionrl.models.shape import ModelShape
+
+
+class Matrices(torch.nn.ParameterDict):
+    """A or B of a layer, by the place of the Hugging Face tensor in the weight's rule. No part of a module's state:
+    checkpoints of the base have none, and those of adapters are made by their rules."""
+
+    def _save_to_state_dict(self, *unused: object) -> None: ...
+
+    def _load_from_state_dict(self, *unused: object) -> None: ...
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one weight: what B A x adds to the layer's output.
+
+    rule        of the weight
+    A, B        this rank's parts of the matrices [rank, in] and [out, rank]
+    is_enabled  False: the layer computes as without it
+    """
+
+    def __init__(self, rule: Rule, spec: AdapterSpec, rules: Mapping[str, Rule], config: TransformerConfig) -> None:
+        super().__init__()
+        self.rule, self.spec, self.is_enabled = rule, spec, True
+        is_expert = rule.expert is not None
+        self.group = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if is_expert
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        self.size = self.group.size()
+        self.by_rows, self.by_columns = rule.split in ("rows", "paired_rows"), rule.split == "columns"
+        self.has_sequence_part = bool(config.sequence_parallel) and not is_expert
+        self.A, self.B = Matrices(), Matrices()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        prefix = rule.megatron.removesuffix(".weight") + ADAPTER
+        for place in range(len(rule.hf)):
+            for kind, matrices in (("A", self.A), ("B", self.B)):
+                own = rules.get(f"{prefix}{kind}.{place}")
+                if own is not None:
+                    sizes = convert.split(own, torch.empty(own.sizes, device="meta"), 0, self.size).shape
+                    matrix = torch.nn.Parameter(torch.empty(sizes, dtype=config.params_dtype, device=device))
+                    self._mark(matrix, own)
+                    matrices[str(place)] = matrix
+
+    def _mark(self, matrix: torch.nn.Parameter, rule: Rule) -> None:
+        """Tell Megatron which ranks have parts of it, or the same values: by that it sums gradients and their norm."""
+        is_divided = rule.split != "replicated" and self.size > 1
+        if self.rule.expert is not None:
+            matrix.allreduce = False
+            # Each rank has a share of the optimizer's state of what is the same on some: the norm must count it once.
+            is_divided |= self.group.rank() == 0
+        elif not is_divided:
+            matrix.sequence_parallel = self.has_sequence_part
+        set_tensor_model_parallel_attributes(matrix, is_divided, 1 if rule.split == "columns" else 0, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return what is added to the layer's output for its input `hidden` [..., in]."""
+        is_divided, is_expert = self.size > 1, self.rule.expert is not None
+        a, b = self.joined_a(), self.joined_b()
+        if is_divided and is_expert:
+            # The ranks' outputs are summed later: so must be the gradients of what all of them have.
+            a = copy_to_tensor_model_parallel_region(a, group=self.group) if self.by_rows else a
+            b = copy_to_tensor_model_parallel_region(b, group=self.group) if self.by_columns else b
+        low = F.linear(self._dropped(hidden), a) * self.spec.scale
+        if is_divided and not is_expert and self.by_columns:
+            crossed = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.has_sequence_part
+                else (reduce_from_tensor_model_parallel_region)
+            )
+            low = crossed(low, group=self.group)
+        elif is_divided and not is_expert and self.by_rows:
+            crossed = (
+                gather_from_sequence_parallel_region
+                if self.has_sequence_part
+                else (copy_to_tensor_model_parallel_region)
+            )
+            low = crossed(low, group=self.group)
+        return F.linear(low, b)
+
+    def joined_a(self) -> Tensor:
+        """Return the matrices A, one over the other [matrices * rank, in]."""
+        return torch.cat(list(self.A.values()))
+
+    def joined_b(self) -> Tensor:
+        """Return B of the joined weight [out, matrices * rank]: rows have values in the columns of their own matrix."""
+        rank, count = self.spec.rank, len(self.B)
+        if len(self.rule.hf) == 1:
+            return self.B["0"]
+        parts, column = [], 0
+        for place, (rows, _) in enumerate(self.rule.hf.values()):
+            if str(place) in self.B:
+                parts.append(F.pad(self.B[str(place)], (column, (count - 1) * rank - column)))
+                column += rank
+            else:
+                own = rows // self.size if self.by_rows else rows
+                parts.append(self.A[next(iter(self.A))].new_zeros(own, count * rank))
+        if self.rule.join != "grouped":
+            return torch.cat(parts)
+        groups = self.rule.groups // (self.size if self.by_rows else 1)
+        return torch.cat([part.view(groups, -1, count * rank) for part in parts], 1).flatten(0, 1)
+
+    def _dropped(self, hidden: Tensor) -> Tensor:
+        """Drop values of an input: others on each rank, unless ranks have the same one."""
+        if not (self.training and self.spec.dropout):
+            return hidden
+        randomness: AbstractContextManager[object] = nullcontext()
+        if self.rule.expert is not None:
+            randomness = get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        elif self.by_columns or self.has_sequence_part:
+            randomness = get_cuda_rng_tracker().fork()
+        with randomness:
+            return F.dropout(hidden, self.spec.dropout)
+
+
+def attach(
+    modules: Sequence[torch.nn.Module], transformer: TransformerConfig, shape: ModelShape, spec: AdapterSpec, seed: int
+) -> None:
+    """Give adapters to a model's layers, with initial values, before it is wrapped for data parallelism."""
+    rules = adapter_rules(shape, spec)
+    owners = {
+        parameter: module
+        for chunk in modules
+        for module in chunk.modules()
+        for parameter in module.parameters(recurse=False)
+    }
+    for _, rule, weight in list(local_tensors(modules, shape)):
+        if spec.targeted(rule):
+            owners[weight].adapter = Adapter(rule, spec, rules, transformer)
+            owners[weight].register_forward_hook(_add)
+    initialize(modules, shape, spec, seed)
+
+
+def _add(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    """Add an adapter's output to that of its layer: a tensor, and a bias that is added later."""
+    if not layer.adapter.is_enabled:
+        return output
+    if isinstance(output, Tensor):
+        return output + layer.adapter(inputs[0])
+    return output[0] + layer.adapter(inputs[0]), *output[1:]
+
+
+@torch.no_grad()
+def initialize(modules: Sequence[torch.nn.Module], shape: ModelShape, spec: AdapterSpec, seed: int) -> None:
+    """Give adapters the values that a run begins with: A those of PEFT's default distribution, B zeros.
+
+    They depend on the seed and the tensor's name alone, not on the layout.
+    """
+    for _, rule, matrix in local_adapters(modules, shape, spec):
+        ((name, sizes),) = rule.hf.items()
+        if name.endswith(".lora_B.weight"):
+            matrix.zero_()
+            continue
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        bound = sizes[1] ** -0.5
+        whole = torch.empty(sizes).uniform_(-bound, bound, generator=generator)
+        group = split_group(rule)
+        matrix.copy_(convert.split(rule, whole, group.rank(), group.size()))
+
+
+def adapters(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, Adapter]]:
+    """Yield (layer, its adapter) of a model's chunks."""
+    for chunk in modules:
+        for module in chunk.modules():
+            if isinstance(adapter := getattr(module, "adapter", None), Adapter):
+                yield module, adapter
+
+
+@contextmanager
+def adapters_off(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Let the model compute with the weights alone: those of the reference."""
+    changed = [adapter for _, adapter in adapters(modules) if adapter.is_enabled]
+    try:
+        for adapter in changed:
+            adapter.is_enabled = False
+        yield
+    finally:
+        for adapter in changed:
+            adapter.is_enabled = True
