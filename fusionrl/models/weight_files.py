@@ -74,6 +74,12 @@ def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[st
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
+def tensors_of(path: Path, flag: str) -> dict[str, StoredTensor]:
+    """Return the tensors of one file by name; raises as `stored_tensor`."""
+    tensors = {name: stored_tensor(path, name, flag) for name in _header(path, flag)}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 def stored_tensor(path: Path, name: str, flag: str = "--hf-checkpoint") -> StoredTensor | None:
     """Return one tensor of a file; None: the file lacks it, whatever the index says.
 

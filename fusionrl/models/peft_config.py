@@ -1,0 +1,202 @@
+"""Folders of PEFT with an adapter: adapter_config.json, and names and sizes in adapter_model.safetensors. Pure.
+
+PEFT adapts each module by its Hugging Face name, and so do we; what an adapter of PEFT's can be besides plain LoRA is
+refused by name. Experts have a pair of tensors each, which PEFT (from 0.19 on) and SGLang read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import isclose
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from fusionrl.models import families
+from fusionrl.models.adapters import ALL_LINEAR, PEFT_PREFIX, AdapterSpec, adapter_rules
+from fusionrl.models.published import text_name, whole_name
+from fusionrl.models.shape import ModelShape
+from fusionrl.models.weight_files import StoredTensor, tensors_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FLAG = "--lora-adapter-path"
+_ADAPTERS = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+# Of LoraConfig of PEFT 0.21: what is read here, and what changes nothing that a finished adapter computes.
+_READ = frozenset({"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "peft_type"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
+        *("lora_dropout", "runtime_config", "megatron_core", "qalora_group_size", "eva_config"),
+    }
+)
+# Initial values of A alone; others (pissa, olora, loftq, …) change the base's weights.
+_PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
+_CURE = "merge the adapter into its base with PEFT (merge_and_unload) and give the result as --hf-checkpoint"
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """An adapter in a folder.
+
+    stored  PEFT's name of each tensor, of the text model's modules → the tensor, and its name in the file
+    """
+
+    folder: Path
+    flag: str
+    shape: ModelShape
+    config: Mapping[str, object]
+    stored: Mapping[str, tuple[str, StoredTensor]]
+
+    @cached_property
+    def spec(self) -> AdapterSpec:
+        """Sizes and modules of the adapter; raises ValueError if adapter_config.json has no such."""
+        modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in self.stored}
+        fields = {ours: self.config.get(name) for ours, name in (("rank", "r"), ("alpha", "lora_alpha"))}
+        try:
+            return AdapterSpec.model_validate(
+                fields | {"use_rslora": bool(self.config.get("use_rslora")), "targets": _shortest(modules, self.shape)}
+            )
+        except ValidationError as error:
+            (field, *_), value = error.errors()[0]["loc"], error.errors()[0]["input"]
+            name = {"rank": "r", "alpha": "lora_alpha"}.get(str(field), field)
+            raise ValueError(f"{self.flag} {self.folder}: {name} is {value!r} in {CONFIG}") from error
+
+    def check(self, spec: AdapterSpec) -> None:
+        """Compare with the adapters that the flags describe. Raises ValueError, with the flag that would fit."""
+        here, where = self.spec, f"{self.flag} {self.folder}: the adapter there"
+        if spec.rank != here.rank:
+            raise ValueError(f"{where} has rank {here.rank}; give --lora-rank {here.rank}, not {spec.rank}")
+        if spec.use_rslora != here.use_rslora:
+            cure = "give" if here.use_rslora else "leave out"
+            raise ValueError(
+                f"{where} is {'' if here.use_rslora else 'not '}scaled by rsLoRA; {cure} --lora-use-rslora"
+            )
+        if not isclose(spec.alpha, here.alpha):
+            raise ValueError(f"{where} has lora_alpha {here.alpha:g}; give --lora-alpha {here.alpha:g}")
+        if adapter_rules(self.shape, spec).keys() != adapter_rules(self.shape, here).keys():
+            cure = f"give --target-modules {' '.join(here.targets)}"
+            raise ValueError(f"{where} is not one of the modules of --target-modules and --exclude-modules; {cure}")
+
+    def check_tensors(self) -> None:
+        """Compare the tensors with the model. Raises ValueError if one is missing, unknown or of another shape."""
+        where, left = f"{self.flag} {self.folder}", dict(self.stored)
+        for rule in adapter_rules(self.shape, self.spec).values():
+            for name, sizes in rule.hf.items():
+                if name not in left:
+                    raise ValueError(f"{where}: {WEIGHTS} has no {name}, but its other half; save the adapter again")
+                stored_name, tensor = left.pop(name)
+                if tensor.sizes != sizes:
+                    raise ValueError(
+                        f"{where}: tensor {stored_name} has shape {tensor.sizes}; by r in {CONFIG} and --hf-checkpoint"
+                        f" it is {sizes}"
+                    )
+        if left:
+            kind = self.shape.model_type
+            raise ValueError(f"{where}: tensor {next(iter(left))} adapts no linear layer of this {kind} model")
+
+
+def read_peft(folder: str | Path, shape: ModelShape, flag: str = FLAG) -> PeftFolder:
+    """Read what `folder` says of an adapter of a model, from its config and the header of its weights.
+
+    Raises:
+        ValueError: names `flag`, the folder, and the field or the tensor that is not plain LoRA of this model.
+    """
+    path = Path(folder)
+    config = _read_config(path, flag)
+    if not (path / WEIGHTS).is_file():
+        raise ValueError(f"{flag} {folder}: it has no {WEIGHTS}; save the adapter with safe_serialization=True")
+    form = families.get_family(shape.model_type).published
+    stored: dict[str, tuple[str, StoredTensor]] = {}
+    for name, tensor in tensors_of(path / WEIGHTS, flag).items():
+        match = _ADAPTERS.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{flag} {folder}: tensor {name} is not LoRA of a linear layer; {_CURE}")
+        module = text_name(match[1], form) if form is not None else match[1]
+        if not _is_targeted(config, match[1]):
+            raise ValueError(f"{flag} {folder}: {CONFIG} names no such module as that of tensor {name}")
+        stored[f"{PEFT_PREFIX}{module}.lora_{match[2]}.weight"] = name, tensor
+    peft = PeftFolder(path, flag, shape, config, stored)
+    peft.check_tensors()
+    return peft
+
+
+def _read_config(folder: Path, flag: str) -> Mapping[str, object]:
+    """Return adapter_config.json. Raises ValueError if it is not there, or not of plain LoRA."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {folder}: {CONFIG} cannot be read ({error.strerror}); give a folder of PEFT's"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} {folder}: {CONFIG} is not valid JSON ({error})") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ValueError(f"{flag} {folder}: peft_type is {kind!r} in {CONFIG}, not 'LORA'; {_CURE}")
+    for name, value in config.items():
+        is_plain = value in (None, False, [], {}) or value in _PLAIN.get(name, ())
+        if name not in _READ | _WITHOUT_EFFECT and not is_plain:
+            shown = f"{value!r:.80}"
+            raise ValueError(f"{flag} {folder}: {name} is {shown} in {CONFIG}, which is not supported; {_CURE}")
+    for name in ("target_modules", "exclude_modules"):
+        try:
+            re.compile(str(config.get(name)) if isinstance(config.get(name), str) else "")
+        except re.error as error:
+            shown = f"{config[name]!r:.80}"
+            raise ValueError(f"{flag} {folder}: {name} is {shown} in {CONFIG}, no regular expression") from error
+    return config
+
+
+def peft_config(spec: AdapterSpec, shape: ModelShape, base: str) -> dict[str, object]:
+    """Return adapter_config.json of a run's adapters on the model `base`."""
+    modules = {name.rpartition(".lora_")[0] for rule in adapter_rules(shape, spec).values() for name in rule.hf}
+    names = _shortest({name.removeprefix(PEFT_PREFIX) for name in modules}, shape)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": spec.rank,
+        "lora_alpha": int(spec.alpha) if spec.alpha.is_integer() else spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.use_rslora,
+        "target_modules": [_whole(name, shape) for name in names],
+        "bias": "none",
+    }
+
+
+def peft_name(name: str, shape: ModelShape) -> str:
+    """Return the name in a folder of PEFT's for that of an adapter's tensor: with images that of the whole model."""
+    return PEFT_PREFIX + _whole(name.removeprefix(PEFT_PREFIX), shape)
+
+
+def _whole(name: str, shape: ModelShape) -> str:
+    form = families.get_family(shape.model_type).published
+    return name if shape.vision is None or form is None or "." not in name else whole_name(name, form)
+
+
+def _shortest(modules: Iterable[str], shape: ModelShape) -> tuple[str, ...]:
+    """Return names for PEFT that stand for exactly these modules: `q_proj`, or a whole one where others have none."""
+    everywhere = AdapterSpec(rank=1, alpha=1)
+    rest = {
+        hf.removesuffix(".weight") for rule in families.model_rules(shape).values() for hf in everywhere.targeted(rule)
+    } - (chosen := set(modules))
+    unsure = {module.rpartition(".")[2] for module in rest}
+    leaves = {module: module.rpartition(".")[2] for module in chosen}
+    return tuple(sorted({module if leaf in unsure else leaf for module, leaf in leaves.items()}))
+
+
+def _is_targeted(config: Mapping[str, object], module: str) -> bool:
+    """Return whether PEFT gives the module an adapter by this config."""
+    targets = config.get("target_modules")
+    return (targets == ALL_LINEAR or _matches(targets, module)) and not _matches(config.get("exclude_modules"), module)
+
+
+def _matches(names: object, module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return isinstance(names, list) and any(f".{module}".endswith(f".{name}") for name in names)
