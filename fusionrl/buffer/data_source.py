@@ -241,6 +241,7 @@ def _fingerprint(prompts: list[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in prompts:
         keys = [image.key for image in images_of(sample)]
+        keys += [] if sample.adapter is None else [sample.adapter]
         digest.update(json.dumps([sample.prompt, sample.label, *keys], default=repr).encode())
         if sample.num_tokens:  # of a row that holds them (--mode sft)
             digest.update(np.asarray(sample.array("tokens"), np.int32).tobytes())

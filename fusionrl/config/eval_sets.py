@@ -44,6 +44,7 @@ class EvalSet(Group):
     custom_rm_path: str | None = None
     reward_key: str | None = None
     custom_generate_function_path: str | None = None
+    adapter: str | None = None
     metadata_overrides: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -54,7 +54,8 @@ def check_file(
     where = f"{flag} {path}".strip()
     findings = Findings(where)
     try:
-        checker.data_file = parse_set(path, flag).path
+        prompt_set = parse_set(path, flag)
+        checker.data_file, checker.columns = prompt_set.path, checker.columns.in_set(prompt_set.name)
         for place, row in scan_rows(path, flag):
             findings.num_rows += 1
             row_findings = checker.findings(row) if isinstance(row, dict) else [line_finding(row)]
@@ -133,7 +134,7 @@ def metadata_and_tools(
 
 @dataclass
 class _CheckedRow:
-    """A row in which nothing is wrong: its place, what its columns hold, and its images, in the store."""
+    """A row in which nothing is wrong: its place, what its columns hold, its images, in the store, and its adapter."""
 
     where: str
     row: Row
@@ -142,18 +143,22 @@ class _CheckedRow:
     metadata: dict[str, object]
     tools: list[dict[str, object]] | None
     images: list[ImageRef]
+    adapter: str | None
 
 
 def _checked_rows(path: str | Path, checker: RowChecker, flag: str) -> Iterator[_CheckedRow]:
     """Yield each row; raises ValueError at the first that has a mistake."""
-    columns, checker.data_file, checker.take_image = checker.columns, parse_set(path, flag).path, IMAGES.add_file
+    prompt_set = parse_set(path, flag)
+    checker.columns = columns = checker.columns.in_set(prompt_set.name)
+    checker.data_file, checker.take_image = prompt_set.path, IMAGES.add_file
     for place, row in read_rows(path, flag):
         where = f"{flag} {path}: {place}"
         if problem := checker.error(row):
             raise ValueError(f"{where}: {problem}")
         label, seen = row.get(columns.label_key) if columns.label_key else None, checker.seen
         assert seen is not None
-        yield _CheckedRow(where, row, seen.prompt, label, *metadata_and_tools(row, columns), seen.images)
+        metadata, tools = metadata_and_tools(row, columns)
+        yield _CheckedRow(where, row, seen.prompt, label, metadata, tools, seen.images, checker.adapter)
 
 
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
@@ -179,6 +184,7 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
             assert isinstance(prompt, str | list)
             sample = Sample(prompt=prompt, label=checked.label, metadata=checked.metadata)
             set_images(sample, checked.images)
+        sample.adapter = checked.adapter
         samples.append(sample)
     if not samples:
         raise ValueError(f"{flag} {path}: it has no rows")
@@ -215,6 +221,7 @@ def load_prompts(
 def _prompt_sample(checked: _CheckedRow, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> Sample | None:
     """Return the sample of a row, without a response; None for a prompt that is too long."""
     prompt, named = checked.prompt, dict[str, Any](label=checked.label, metadata=checked.metadata)
+    named["adapter"] = checked.adapter
     assert isinstance(prompt, str | list)
     if columns.keeps_messages and not columns.apply_chat_template and isinstance(prompt, list):
         sample = Sample(prompt=prompt, **named)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.base.spelling import closest
+from fusionrl.data.adapter_column import AdapterColumn
 from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
 from fusionrl.data.image_rows import (
@@ -55,6 +56,7 @@ class PromptColumns:
     keeps_messages  without a chat template a list of messages stays one: a user's function makes tokens of it
     images          where the rows have images; None: they have none
     checkpoint      --hf-checkpoint, the model of the images
+    adapters        where rows name their adapters; None: the run has one, or none
     """
 
     input_key: str
@@ -67,6 +69,7 @@ class PromptColumns:
     keeps_messages: bool = False
     images: ImageColumn | None = None
     checkpoint: str | None = None
+    adapters: AdapterColumn | None = None
 
     @classmethod
     def of(cls, args: Namespace, keeps_messages: bool) -> PromptColumns:
@@ -82,13 +85,22 @@ class PromptColumns:
             keeps_messages,
             ImageColumn.of(args, args.hf_checkpoint),
             args.hf_checkpoint,
+            AdapterColumn.of(args),
         )
 
     def of_set(self, settings: object, keeps_messages: bool) -> PromptColumns:
         """Return the columns of an evaluation set with these settings (`EvalSet`), for the same model."""
         names = ("input_key", "label_key", "metadata_key", "tool_key")
         keys = {name: getattr(settings, name) for name in names}
-        return replace(self, **keys, keeps_messages=keeps_messages, images=ImageColumn.of(settings, self.checkpoint))
+        keys |= {"images": ImageColumn.of(settings, self.checkpoint), "keeps_messages": keeps_messages}
+        columns, adapter = replace(self, **keys), getattr(settings, "adapter", None)
+        if adapter is not None and columns.adapters is not None:
+            return replace(columns, adapters=replace(columns.adapters, of_set=adapter))
+        return columns.in_set(str(getattr(settings, "name", "")))
+
+    def in_set(self, name: str) -> PromptColumns:
+        """Return the columns of a set of rows with this name."""
+        return self if self.adapters is None else replace(self, adapters=self.adapters.in_set(name))
 
 
 @dataclass
@@ -105,6 +117,7 @@ class RowChecker:
     placeholder     text of the token that means an image, where it is known
     take_image      reads an image
     seen            prompt and images of the row that was checked last; None: something is wrong with its images
+    adapter         of the row that was checked last; None: the run has one, or none
     """
 
     columns: PromptColumns
@@ -118,6 +131,7 @@ class RowChecker:
     placeholder: str = ""
     take_image: TakeImage = header_ref
     seen: SeenRow | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         self.label_flag = self.key_flag.replace("input", "label")
@@ -264,6 +278,8 @@ class RowChecker:
                 metadata = read_metadata(metadata, columns.metadata_key)
             if columns.tool_key is not None and (tools := row.get(columns.tool_key)) is not None:
                 tools = read_tools(tools, columns.tool_key)
+            if columns.adapters is not None:
+                self.adapter = columns.adapters.adapter(row, metadata or {})
         except FindingError as error:
             findings.append(error.finding)
             return None

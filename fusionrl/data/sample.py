@@ -65,6 +65,7 @@ _RARE: dict[str, object] = {
     **dict.fromkeys(("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")),
     **dict.fromkeys(("rollout_top_p_token_ids", "rollout_top_p_token_offsets")),
     "image_spans": (),
+    "adapter": None,
     "apply_chat_template_kwargs": {},
     "non_generation_time": 0.0,
     **{name: kind() for name, kind in COUNTS.items()},
@@ -89,6 +90,7 @@ class Sample:
     temperature        at which the engine sampled: one number, or one for each token (`data.sampling`); trainers
                        score with it. None: --rollout-temperature
     reward             a float, or a dict of floats (then --reward-key chooses); None: not scored yet
+    adapter            that samples and learns it, of --lora-adapters; None: the run has one, or none
     image_spans        (place of its first token, the image) of each image among the tokens, ascending. Where the sample
                        has no tokens yet, those of `prompt_tokens`
     """
@@ -123,6 +125,7 @@ class Sample:
     temperature: float | Sequence[float] | np.ndarray | None = None
     baseline_reward: float | None = None  # of the greedy answer to the prompt (--advantage-estimator remax)
     image_spans: Sequence[ImageSpan] = ()
+    adapter: str | None = None
     # slime's, for hooks; nothing in fusionrl reads them yet.
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None

@@ -44,6 +44,7 @@ def prompt_of(sample: Sample) -> Sample:
         generate_function_path=sample.generate_function_path,
         custom_rm_path=sample.custom_rm_path,
         messages=copy.deepcopy(sample.messages),
+        adapter=sample.adapter,
     )
     vars(new).update(prompt_images(sample))
     return new

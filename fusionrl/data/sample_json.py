@@ -281,6 +281,7 @@ class _Row(BaseModel, strict=True):
     response: str = ""
     response_length: NonNegativeInt = 0
     metadata: dict[str, Any] = {}
+    adapter: str | None = None
     # A dict may also hold texts and null: the reward `dapo` keeps the answer that it found.
     reward: _Reward | dict[str, _Reward | str | list[Any] | dict[str, Any] | None] | None = None
     baseline_reward: _Reward | None = None

@@ -85,6 +85,7 @@ class TrainShard:
     extra             a user's columns (--custom-convert-samples-to-train-data-path): one value a sample
     spans             of each sample its images, in order; [] where no sample has one
     images            key → [h, w, 3] uint8, each image once
+    adapter           that learns from the samples, all of which name it; None: the run has one, or none
     """
 
     rollout_id: int
@@ -96,6 +97,7 @@ class TrainShard:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     spans: list[list[ShardSpan]] = field(default_factory=list)
     images: dict[str, np.ndarray] = field(default_factory=dict)
+    adapter: str | None = None
 
     @property
     def num_samples(self) -> int:

@@ -24,6 +24,9 @@ _SERVED = frozenset(
 """Hugging Face names of the modules that SGLang has adapters of (`SUPPORTED_LORA_TARGET_MODULES`)."""
 _OF_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 
+POLICY = "policy"
+"""Name of the only adapter, where --lora-adapters names none."""
+
 
 def adapters_of(config: Config, shape: ModelShape) -> AdapterSpec | None:
     """Return the adapters that are trained; None: the weights are.
@@ -44,21 +47,35 @@ def adapters_of(config: Config, shape: ModelShape) -> AdapterSpec | None:
     return checked_spec(spec, shape)
 
 
+def adapter_folders(config: Config) -> dict[str, str | None]:
+    """Return the name of each adapter that is trained → the PEFT folder that it starts from; {} without adapters."""
+    lora = config.lora
+    if not lora.lora_rank:
+        return {}
+    named = [spec.partition("=") for spec in lora.lora_adapters]
+    return {name: folder or None for name, _, folder in named} or {POLICY: lora.lora_adapter_path}
+
+
+def has_several_adapters(config: Config) -> bool:
+    return len(adapter_folders(config)) > 1
+
+
 def adapter_push(config: Config, shape: ModelShape) -> tuple[AdapterPush, str] | None:
     """Return what engines get of a run with adapters, and why in words; None: no adapters, or no push.
 
     Raises:
-        ValueError: --lora-push adapter, which these engines cannot take.
+        ValueError: --lora-push adapter, or several adapters, which these engines cannot take.
     """
     spec = adapters_of(config, shape)
     if spec is None or not (uses_trainers(config) and uses_engines(config)):
         return None
-    if config.lora.lora_push == "merged":
-        return "merged", "--lora-push merged"
-    reason = next(_merge_reasons(config, shape, spec), None)
+    asked = config.lora.lora_push
+    reason = "--lora-push merged" if asked == "merged" else next(_merge_reasons(config, shape, spec), None)
     if reason is None:
         return "adapter", "engines add it to each product, and no request waits for a push"
-    if config.lora.lora_push == "adapter":
+    if has_several_adapters(config):
+        raise ValueError(f"--lora-adapters: requests name one of several, and merged weights have none: {reason}")
+    if asked == "adapter":
         raise ValueError(f"--lora-push adapter: {reason}; give --lora-push merged or leave the flag out")
     return "merged", reason
 

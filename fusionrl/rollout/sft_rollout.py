@@ -50,4 +50,5 @@ def to_sft_sample(args: Namespace, sample: Sample) -> Sample:
         except ValueError as error:
             raise ValueError(f"--prompt-data: conversation {sample.index}: {error}") from error
     tokenized.index, tokenized.group_index, tokenized.metadata = sample.index, sample.group_index, sample.metadata
+    tokenized.adapter = sample.adapter
     return tokenized

@@ -4,12 +4,15 @@ import copy
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
+from fusionrl.data.adapter_column import AdapterColumn
+from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts
+from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.rows import read_rows
 
 Rows = Callable[..., Path]
@@ -91,3 +94,17 @@ def test_a_prompt_of_megabytes_is_too_long_without_counting_its_tokens(tokenizer
         load_prompts(data, counting, PromptColumns("q"))
     # A long prompt that may be short in tokens is counted.
     assert load_prompts(write_rows([{"q": "x" * 2000}]), tokenizer, PromptColumns("q", max_prompt_len=2000)).samples
+
+
+def test_rows_name_their_adapters(tokenizer: Any, write_rows: Rows) -> None:
+    """By a column, by the metadata, or by the name of their set; a row without one, or with another, is a finding."""
+    columns = PromptColumns("q", adapters=AdapterColumn("lora", ("math", "code")))
+    rows = [{"q": "1", "lora": "code"}, {"q": "2", "metadata": {"lora": "math"}}, {"q": "3", "lora": None}]
+    path = write_rows(rows)
+    assert [s.adapter for s in load_prompts(f"math={path}", tokenizer, columns).samples] == ["code", "math", "math"]
+    with pytest.raises(ValueError, match=r"line 3: no adapter: column 'lora' \(--adapter-key\) .*has math, code"):
+        load_prompts(path, tokenizer, columns)
+    findings = check_file(write_rows([*rows, {"q": "4", "lora": "Code"}]), "--prompt-data", RowChecker(columns))
+    assert len(findings.errors) == 2 and "line 4" in findings.errors[1] and "'Code'" in findings.errors[1]
+    sample = load_conversations(write_rows([{"q": "1", "a": "2", "lora": "code"}]), replace(columns, label_key="a"))
+    assert sample.samples[0].adapter == "code"

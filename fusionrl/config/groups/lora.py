@@ -1,10 +1,14 @@
 """Adapters in place of training all weights: LoraGroup."""
 
+import re
 from typing import Literal
+
+from pydantic import field_validator
 
 from fusionrl.config import scopes
 from fusionrl.config.groups.base import Group, acting, of_training
 
+BASE = "base"  # what requests call the model without an adapter
 of_adapters = acting(scopes.TRAINS, scopes.LORA)
 
 
@@ -24,9 +28,28 @@ class LoraGroup(Group):
     )
     exclude_modules: list[str] = of_adapters([], "Modules that get none, by the same names.")
     lora_adapter_path: str | None = of_adapters(None, "PEFT folder with the adapter to start from.")
+    lora_adapters: list[str] = of_adapters(
+        [],
+        "Several adapters of this rank on one model, NAME or NAME=FOLDER (a PEFT folder to start from): each row of the"
+        " data names its own, and each has its optimizer (docs/guides/adapters.md).",
+    )
+    adapter_key: str = of_adapters("adapter", "Column, or key of the metadata, that names the adapter of a row.")
     lora_init: Literal["kaiming"] = of_adapters("kaiming", "Initial values: A uniform as PEFT's default, B zero.")
     lora_push: Literal["auto", "adapter", "merged"] = acting(scopes.PUSHES, scopes.LORA)(
         "auto",
         "What engines get: the adapter under a name of its version, without a pause, or weights with the adapter added"
         " to them; auto: adapter where the engines can (docs/guides/adapters.md).",
     )
+
+    @field_validator("lora_adapters")
+    @classmethod
+    def _check_names(cls, specs: list[str]) -> list[str]:
+        names = [spec.partition("=")[0] for spec in specs]
+        for spec, name in zip(specs, names, strict=True):
+            if not re.fullmatch(r"\w[\w-]*", name, re.ASCII) or name == BASE or spec.endswith("="):
+                raise ValueError(
+                    f"{spec}: write NAME or NAME=FOLDER; a name has letters, digits, '_' and '-', and is not {BASE}"
+                )
+        if doubles := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two adapters have the name {min(doubles)}; rename one")
+        return specs
