@@ -104,6 +104,11 @@ def sample_rules(shape: ModelShape, spec: AdapterSpec) -> tuple[tuple[Rule, ...]
     return tuple(map(tuple, layers))
 
 
+def targeted_names(shape: ModelShape, spec: AdapterSpec) -> frozenset[str]:
+    """Return the Hugging Face names of the weights that have an adapter."""
+    return frozenset(name for rule in families.model_rules(shape).values() for name in spec.targeted(rule))
+
+
 def num_adapter_parameters(shape: ModelShape, spec: AdapterSpec) -> int:
     """Return the number of values that are trained in the whole model."""
     rules = (rule for layer in sample_rules(shape, spec) for rule in layer)

@@ -17,10 +17,12 @@ from fusionrl.runtime.ray_cluster import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.weights.disk_push import drop_files, push_by_disk
 from fusionrl.weights.push import push_weights
+from fusionrl.weights.remote_calls import merge_loss, wait_all
 from fusionrl.weights.verify import Verification, WeightMismatch
 
 logger = logging.getLogger(__name__)
 
+_LOUD_LOSS = 0.1  # of what adapters add to weights
 _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die meanwhile
 
 
@@ -43,6 +45,7 @@ class WeightSync:
         self.version = 0
         """Of the last push."""
         self._num_pushes = 0
+        self._is_loss_told = False
         self._targets: list[EngineTarget] = []
         self._feeds: list[Feed] = []
         folder = config.weights.update_weight_local_checkpoint_dir
@@ -120,6 +123,8 @@ class WeightSync:
         if is_away:
             self._engines.resume_memory(["weights"], is_last=False)
         metrics = self._transfer(version, targets)
+        if self._plan.lora_push == "merged":
+            metrics["train/lora_merge_loss"] = self._merge_loss()
         self.version = version
         if check is not None:
             check.compare_tensors()
@@ -163,6 +168,22 @@ class WeightSync:
             pause_mode=mode,
             timeout_s=timeout_s,
         )
+
+    def _merge_loss(self) -> float:
+        """Return the share of what adapters add to the weights that the engines' precision loses."""
+        if self._plan.rollout_dtype == "fp32":
+            return 0.0
+        calls = [(f"trainer {i}", trainer.merge_losses.remote()) for i, trainer in enumerate(self._trainers.actors)]
+        loss = merge_loss(wait_all(calls, self._config.weights.update_weight_timeout_s))
+        if loss > _LOUD_LOSS and not self._is_loss_told:
+            self._is_loss_told = True
+            logger.warning(
+                "weights with adapters added lose %.0f %% of what these add, as engines hold them in bf16"
+                " (train/lora_merge_loss): give --lora-push adapter where engines can take adapters, or --rollout-dtype"
+                " fp32; a larger --lr makes the share smaller",
+                100 * loss,
+            )
+        return loss
 
     def _verification(self, targets: list[EngineTarget], num_own: int, version: int) -> Verification:
         urls = self._probe_urls()[:num_own]

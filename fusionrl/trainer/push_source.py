@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import phase
+from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.trainer.trainer_base import TrainerBase
@@ -14,10 +15,11 @@ from fusionrl.trainer.trainer_base import TrainerBase
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+    from fusionrl.models.adapters import AdapterSpec
     from fusionrl.models.shape import ModelShape
     from fusionrl.weights.disk import DiskWriter
     from fusionrl.weights.export import Exporter
-    from fusionrl.weights.remote_calls import SendReport, WriteReport
+    from fusionrl.weights.remote_calls import MergeLosses, SendReport, WriteReport
     from fusionrl.weights.send import WeightSender
 
 
@@ -70,6 +72,15 @@ class PushSource(TrainerBase):
         whole_tower = bool(self.config.passthrough.sglang.get("mm_enable_dp_encoder"))
         return engine_checksums(tensors, self.shape, tp_size, hash_of, multiple, whole_tower)
 
+    def merge_losses(self) -> MergeLosses:
+        """As `Exporter.merge_losses`, of a push that adds adapters to the weights; not a collective."""
+        return self._exporter().merge_losses()
+
+    @property
+    def _merged(self) -> AdapterSpec | None:
+        """The adapters that a push adds to the weights."""
+        return adapters_of(self.config, self.shape) if self.plan.lora_push == "merged" else None
+
     def _exporter(self, shape: ModelShape | None = None) -> Exporter:
         from fusionrl.weights.export import Exporter
 
@@ -83,15 +94,20 @@ class PushSource(TrainerBase):
             self.device,
             reload=lambda: self.reload(only_weights=True),
             quantization=self.plan.quantization,
+            merged=self._merged,
         )
 
     def _make_sender(self) -> WeightSender:
         import torch.distributed as dist
 
         from fusionrl.engines.engine import node_id
+        from fusionrl.models.adapters import targeted_names
         from fusionrl.models.freezing import frozen_names
         from fusionrl.weights.send import WeightSender
 
+        frozen = frozen_names(self.shape, self.frozen)
+        if (spec := self._merged) is not None:
+            frozen -= targeted_names(self.shape, spec)
         return WeightSender(
             rank=self.rank,
             device=self.plan.device,
@@ -103,7 +119,7 @@ class PushSource(TrainerBase):
             node_id=node_id(),
             object_group=dist.new_group(backend="gloo"),
             # The contents of weights that an engine has given away are undefined until they are pushed.
-            frozen=frozenset() if self.plan.engines_give_memory else frozen_names(self.shape, self.frozen),
+            frozen=frozenset() if self.plan.engines_give_memory else frozen,
         )
 
     def _disk_writer(self) -> DiskWriter:

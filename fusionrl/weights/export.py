@@ -17,7 +17,8 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import PushPlan, PushTensor, push_tensors
 from fusionrl.weights.gather import DTYPES, PartGatherer, of_all_ranks
-from fusionrl.weights.merge import Losses, Merger
+from fusionrl.weights.merge import Merger
+from fusionrl.weights.remote_calls import MergeLosses
 
 
 @dataclass
@@ -54,8 +55,9 @@ class Exporter:
             yield name, tensor.detach().to(torch.float32 if name in exact else DTYPES[self.dtype])
 
     @torch.no_grad()
-    def merge_losses(self) -> Losses:
+    def merge_losses(self) -> MergeLosses:
         """Return what rounding loses of merged weights, of this rank's parts that a push takes; not a collective."""
+        self.reload()
         merger = self._merger()
         assert merger is not None
         place, layout = self.rank % (self.layout.world_size // self.layout.pp), self.layout

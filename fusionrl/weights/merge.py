@@ -1,14 +1,13 @@
 """Weights with their adapters added, W + scale · B A: what engines get in a merged push, and folders of whole models.
 
 Sums are in fp32 and rounded once. In bf16 a weight keeps eight bits, so that an update far smaller than the weight is
-lost: `Losses` measures how much of it.
+lost: `Merger.losses` measures how much of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
 
 import torch
 from torch import Tensor
@@ -16,10 +15,7 @@ from torch import Tensor
 from fusionrl.models import convert
 from fusionrl.models.adapters import ADAPTER
 from fusionrl.models.rules import Rule
-
-Losses = tuple[float, float]
-"""Sums over values: (what rounding changed)², (what adapters add)²."""
-LOUD_LOSS = 0.1
+from fusionrl.weights.remote_calls import MergeLosses
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -31,12 +27,6 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, 
     """
     added = (b.float() @ a.float()).mul_(scale)
     return weight.float() + added, added
-
-
-def merge_loss(losses: Iterable[Losses]) -> float:
-    """Return ‖round(W + s B A) - (W + s B A)‖ / ‖s B A‖ over the tensors whose sums these are; 0 where B is 0."""
-    lost, added = (sum(sums) for sums in zip(*losses, strict=True))
-    return sqrt(lost / added) if added else 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class Merger:
         pieces = [self.piece(rule, value, place, size) for place in range(len(rule.hf))]
         return convert.join(rule, [piece.reshape(-1, value.size(1)).to(self.dtype) for piece in pieces], size)
 
-    def losses(self, rule: Rule, value: Tensor, size: int) -> Losses:
+    def losses(self, rule: Rule, value: Tensor, size: int) -> MergeLosses:
         """Return what rounding this part loses."""
         lost = added = 0.0
         for place, piece in enumerate(convert.pieces(rule, value, size)):

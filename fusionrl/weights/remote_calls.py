@@ -1,8 +1,9 @@
 """Calls of other processes or threads, and what the ranks report on their part of a push."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from math import sqrt
 from typing import NotRequired, Protocol, TypedDict, TypeVar
 
 from fusionrl.base.pending_calls import waiting
@@ -64,6 +65,16 @@ class WriteReport(TypedDict):
     bytes: int
     files: int
     density: float  # the changed share of all elements
+
+
+MergeLosses = tuple[float, float]
+"""Sums over the values of merged weights (`merge.py`): (what rounding changed)², (what adapters add)²."""
+
+
+def merge_loss(losses: Iterable[MergeLosses]) -> float:
+    """Return ‖round(W + s B A) - (W + s B A)‖ / ‖s B A‖ over the ranks' weights; 0 where adapters add nothing."""
+    lost, added = (sum(sums) for sums in zip(*losses, strict=True))
+    return sqrt(lost / added) if added else 0.0
 
 
 def note_sent(report: SendReport, start: float, *, num_bytes: int, num_buckets: int = 1, num_calls: int = 0) -> None:

@@ -15,6 +15,7 @@ from fusionrl.runtime import run_actors, weight_sync
 from fusionrl.runtime.run_actors import start_all
 from fusionrl.runtime.weight_sync import WeightSync
 from tests.plan.test_plan import plan as make_plan
+from tools.threaded import Threaded
 
 
 @pytest.fixture
@@ -46,6 +47,7 @@ def sync_of(
     """The sync of a run with `num_engines` engines of the policy, perhaps more that evaluate."""
     pool: Any = SimpleNamespace(**{"is_recovering": False, "is_memory_away": False} | engines)
     facts = {"transport": "broadcast", "device": "cpu", "knobs": None, "takes_turns": False, "has_pairs": False}
+    facts |= {"lora_push": None}
     facts |= {"precision": "fp32", "rollout_dtype": "fp32", "shape": SimpleNamespace(vocab_size=8, vision=None)}
     made: Any = SimpleNamespace(num_engines=num_engines, **{"engines_give_memory": False} | facts | plan)
     trainers: Any = SimpleNamespace(actors=[])
@@ -54,6 +56,20 @@ def sync_of(
 
 def targets_of(*indices: int) -> list[EngineTarget]:
     return [EngineTarget(index, None, "node", (index,)) for index in indices]
+
+
+def test_what_a_merged_push_loses_is_measured_and_a_large_share_is_told_once(calls: Any, caplog: Any) -> None:
+    """Over the ranks: √(Σ lost² / Σ added²). In fp32 nobody is asked."""
+    sums = {"0": iter([(0.0, 0.0), (1.0, 16.0), (3.0, 9.0)]), "1": iter([(0.0, 0.0), (0.0, 48.0), (1.0, 7.0)])}
+    ranks = [Threaded(SimpleNamespace(merge_losses=lambda own=of_rank: next(own))) for of_rank in sums.values()]
+    sync = sync_of(1, {"targets": lambda: targets_of(0)}, lora_push="merged", rollout_dtype="bf16")
+    sync._trainers = SimpleNamespace(actors=ranks)
+    found = [sync.push(version)["train/lora_merge_loss"] for version in range(3)]
+    assert found == [0.0, pytest.approx(1 / 8), pytest.approx(1 / 2)]
+    assert caplog.text.count("lose 12 % of what these add") == 1 == caplog.text.count("--lora-push adapter")
+    sync = sync_of(1, {"targets": lambda: targets_of(0)}, lora_push="merged")
+    assert sync.push(0)["train/lora_merge_loss"] == 0.0
+    assert "train/lora_merge_loss" not in sync_of(1, {"targets": lambda: targets_of(0)}).push(0)
 
 
 RECOVERING: dict[str, Any] = {

@@ -12,7 +12,8 @@ from fusionrl.models import convert, families
 from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
-from fusionrl.weights.merge import Merger, merge_loss
+from fusionrl.weights.merge import Merger
+from fusionrl.weights.remote_calls import merge_loss
 from tests.trainer import hf_models
 
 NAMES = [*hf_models.FAMILIES, *hf_models.SPARSE, *hf_models.PLUGINS]
