@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import phase
-from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.trainer.trainer_base import TrainerBase
@@ -79,7 +78,7 @@ class PushSource(TrainerBase):
     @property
     def _merged(self) -> AdapterSpec | None:
         """The adapters that a push adds to the weights."""
-        return adapters_of(self.config, self.shape) if self.plan.lora_push == "merged" else None
+        return self.adapter_spec if self.plan.lora_push == "merged" else None
 
     def _exporter(self, shape: ModelShape | None = None) -> Exporter:
         from fusionrl.weights.export import Exporter
