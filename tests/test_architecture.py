@@ -46,7 +46,10 @@ WINGS = {
 HEAVY = {
     "ray": {"buffer", "runtime", "weights", "trainer"},
     "megatron": {"cpu", "models", "weights", "trainer", "checks", "compat", "config/upstream_flags.py"},
-    "sglang": {"cpu", "engines/launch_server.py", "engines/stream_versions.py", "rollout", "config/upstream_flags.py"},
+    "sglang": {
+        *("cpu", "rollout", "config/upstream_flags.py", "engines/launch_server.py", "engines/stream_versions.py"),
+        "engines/adapter_versions.py",
+    },
     "sglang_router": {"engines", "config/upstream_flags.py"},
     "transformer_engine": {"trainer"},
     "torch": {

@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 
-def register(*, speculates: bool) -> None:
-    """Patch this process, and those forked from it; call it once. `speculates`: with drafts of n-grams."""
+def register(*, speculates: bool, adapts: bool) -> None:
+    """Patch this process, and those forked from it; call it once.
+
+    speculates  with drafts of n-grams
+    adapts      it serves adapters (LoRA)
+    """
     attention.register()
     name_device()
     sglang_layers.register()
@@ -26,6 +30,10 @@ def register(*, speculates: bool) -> None:
         from fusionrl.cpu import speculation  # imports SGLang's speculative decoding
 
         speculation.register()
+    if adapts:
+        from fusionrl.cpu import sglang_lora
+
+        sglang_lora.register()
 
 
 def name_device() -> None:

@@ -29,6 +29,8 @@ _OF_SCHEDULERS = (
 )
 """Modules that SGLang imports in functions, as a scheduler starts: 800 files with theirs, 1 s of a core."""
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
+ADAPTERS_VARIABLE = "FUSIONRL_ADAPTERS"
+"""Names of the adapters that the server gets, with commas between; unset: it gets none."""
 # A forward pass frees and takes again what is smaller. The cache is larger: what is given away goes to the system.
 _KEPT_BYTES = 32 * 2**20
 
@@ -126,6 +128,17 @@ def _light() -> Iterator[None]:
         yield
 
 
+def _patch() -> None:
+    """Put into SGLang's server and schedulers what they need on every device."""
+    stream_versions.register()
+    model_checks.register()
+    kimi_vl.register()
+    if names := os.environ.get(ADAPTERS_VARIABLE):
+        from fusionrl.engines import adapter_versions
+
+        adapter_versions.register(names.split(","))
+
+
 def main(argv: list[str]) -> None:
     """Parse SGLang's arguments and serve until a signal ends the process."""
     answer_with_stacks()
@@ -138,14 +151,12 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
-    model_checks.register()
-    kimi_vl.register()
+    _patch()  # for schedulers that are forked, below; a spawned one does it itself
     if _is_on_cpu():
         from fusionrl.cpu import sglang_patches
 
         keep_freed(_KEPT_BYTES)
-        sglang_patches.register(speculates="--speculative-algorithm" in argv)
+        sglang_patches.register(speculates="--speculative-algorithm" in argv, adapts="--enable-lora" in argv)
         _fork_children()
     try:
         run_server(prepare_server_args(argv))
@@ -157,8 +168,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where there is a GPU
     rendezvous.install()
     answer_with_stacks()
-    stream_versions.register()
-    model_checks.register()
-    kimi_vl.register()
+    _patch()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -14,7 +14,7 @@ from fusionrl.base.cpu_wing import ATTENTION_BACKEND, PROCESSOR_VARIABLE
 from fusionrl.base.environment import child_environment
 from fusionrl.base.network_interfaces import collective_interfaces
 from fusionrl.engines.image_settings import ImageSettings
-from fusionrl.engines.launch_server import DEVICE_VARIABLE
+from fusionrl.engines.launch_server import ADAPTERS_VARIABLE, DEVICE_VARIABLE
 from fusionrl.engines.rendezvous import NODES_VARIABLE
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.published import text_config
@@ -74,6 +74,7 @@ class EngineSpec:
     # The user's values of ServerArgs fields, but for those that fusionrl sets (`upstream_flags.SGLANG_OWNED`).
     server_args: dict[str, Any] = field(default_factory=dict)
     images: ImageSettings | None = None  # None: it is asked about text alone
+    adapters: tuple[str, ...] = ()  # names of the adapters that are pushed to it by themselves
     wrapper: tuple[str, ...] = ()  # the beginning of the server's command line: a profiler's, under which it runs
     # Part of the log's name. A reward model classifies and a teacher reads: only an engine generates.
     role: Literal["engine", "reward-model", "teacher"] = "engine"
@@ -177,6 +178,8 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     """
     env = package_environment("engine")
     env[DEVICE_VARIABLE] = spec.device
+    if spec.adapters:
+        env[ADAPTERS_VARIABLE] = ",".join(spec.adapters)
     # A health check that generates a token fails by design while generation is paused or memory released;
     # the router would take the engine out.
     env.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")

@@ -1,0 +1,240 @@
+"""Versions of adapters (LoRA) in an SGLang server, put into it from outside, on every device.
+
+A push loads an adapter under `NAME@VERSION`, which becomes the current version of NAME. A request names NAME (with one
+adapter alone it need not), and gets the version that is current as it arrives; it keeps it to its end, and its answer
+is stamped with it. So nothing pauses for a push, and no client knows versions. `base` is the weights without adapter,
+and so is a NAME before its first push. A version that is not current any more is unloaded when its requests have ended;
+if those of older versions leave no room for another one, a load is refused with `NO_ROOM`, to be tried again.
+
+SGLang answers a load when rank 0 alone has loaded. Here all tensor-parallel ranks agree first: a folder may be removed
+then, and if one rank fails, none has the adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from fusionrl.base.lazy_modules import when_imported
+
+logger = logging.getLogger(__name__)
+
+BASE = "base"
+NO_ROOM = "no room for another version"
+_POLL_S = 0.01  # between two looks at the requests of a version that is about to be unloaded
+_HEALTH_CHECK = "HEALTH_CHECK"  # SGLang's own requests have it in their id
+
+Load = Callable[..., Awaitable[Any]]
+
+
+class AdapterVersions:
+    """The versions that a server has loaded, by the names that SGLang knows them by. Belongs to one event loop."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.current: dict[str, str] = {}  # NAME → SGLang's name
+        self.version_of: dict[str, str] = {}  # SGLang's name → version, of all that may still answer
+        self.arriving: Counter[str] = Counter()  # requests that SGLang does not count yet
+        self._num_loads: Counter[str] = Counter()
+
+    def find(self, name: str) -> str | None:
+        """Return SGLang's name of what a request for `name` gets; None: the weights alone.
+
+        Raises ValueError: there is no such adapter.
+        """
+        if name == BASE:
+            return None
+        if name in self.names:
+            return self.current.get(name)
+        if name in self.version_of:
+            return name
+        raise ValueError(f"lora_path {name!r}: there is no such adapter; known are {', '.join((*self.names, BASE))}")
+
+    def default(self, request_id: object) -> str:
+        """Return the name of a request that has none.
+
+        Raises ValueError: there are several adapters.
+        """
+        if len(self.names) == 1:
+            return self.names[0]
+        if _HEALTH_CHECK in str(request_id):
+            return BASE
+        raise ValueError(f"lora_path is missing: it is one of {', '.join((*self.names, BASE))}")
+
+    def new(self, name: str) -> tuple[str, str, str]:
+        """Return (NAME, version, a name that SGLang does not know yet) for a load of `NAME@VERSION`.
+
+        Raises ValueError: `name` is none of these.
+        """
+        adapter, _, version = name.rpartition("@")
+        if adapter not in self.names:
+            raise ValueError(f"lora_name {name!r}: it is not NAME@VERSION with one of {', '.join(self.names)}")
+        self._num_loads[name] += 1
+        again = self._num_loads[name]  # a push that failed elsewhere is repeated
+        return adapter, version, name if again == 1 else f"{name}.{again}"
+
+    @contextmanager
+    def held(self, chosen: Sequence[str | None]) -> Iterator[None]:
+        """Keep versions loaded within it, until SGLang counts the requests that have chosen them."""
+        names = [name for name in chosen if name is not None]
+        self.arriving.update(names)
+        try:
+            yield
+        finally:
+            self.arriving.subtract(names)
+
+
+def register(names: Sequence[str]) -> None:
+    """Give servers and schedulers of this process, and of those forked from it, the adapters `names`; call it once."""
+    versions = AdapterVersions(names)
+    when_imported("sglang.srt.managers.io_struct", lambda module: _name_requests(module, versions))
+    when_imported("sglang.srt.managers.tokenizer_manager", lambda module: _serve_versions(module, versions))
+    when_imported("sglang.srt.entrypoints.openai.serving_base", lambda module: _read_model_names(module, versions))
+    when_imported("sglang.srt.managers.scheduler", _agree_on_loads)
+
+
+def _name_requests(structs: ModuleType, versions: AdapterVersions) -> None:
+    """Give each request the name of an adapter, before SGLang takes a batch apart."""
+    for kind in (structs.GenerateReqInput, structs.EmbeddingReqInput):
+        kind.normalize_batch_and_arguments = _naming(kind.normalize_batch_and_arguments, versions)
+
+
+def _naming(original: Callable[[Any], None], versions: AdapterVersions) -> Callable[[Any], None]:
+    def normalize_batch_and_arguments(self: Any) -> None:
+        if isinstance(self.lora_path, list):
+            self.lora_path = [name or versions.default(self.rid) for name in self.lora_path]
+        else:
+            self.lora_path = self.lora_path or versions.default(self.rid)
+        original(self)
+
+    return normalize_batch_and_arguments
+
+
+def _read_model_names(serving: ModuleType, versions: AdapterVersions) -> None:
+    """Let the `model` of an OpenAI request be the name of an adapter, as it is with other servers."""
+    original = serving.OpenAIServingBase._resolve_lora_path
+
+    def resolve(self: Any, model: str, lora_path: object) -> object:
+        return model if model in (*versions.names, BASE) else original(self, model, lora_path)
+
+    serving.OpenAIServingBase._resolve_lora_path = resolve
+
+
+def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
+    kind = managers.TokenizerManager
+    resolve: Load = kind._validate_and_resolve_lora
+    handle_output: Load = kind._handle_batch_output
+    handle_abort: Callable[[Any, Any], None] = kind._handle_abort_req
+
+    async def validate_and_resolve(self: Any, obj: Any) -> None:
+        """Choose the versions that are current now. Raises ValueError, which is answered with 400."""
+        names = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
+        chosen = [versions.find(name) for name in names]
+        obj.lora_path = chosen if isinstance(obj.lora_path, list) else chosen[0]
+        for number, part in obj.__dict__.get("_sub_obj_cache", {}).items():
+            part.lora_path = chosen[number]
+        with versions.held(chosen):
+            await resolve(self, obj)
+
+    def spans(self: Any, request_id: str, num_tokens: int) -> Any:
+        """Return the stamp of an answer; None: it is of the weights alone."""
+        from sglang.srt.utils.weight_versions import WeightVersionSpan
+
+        state = self.rid_to_state.get(request_id)
+        name = None if state is None else state.obj.lora_path
+        version = versions.version_of.get(name) if isinstance(name, str) else None
+        return None if version is None else [WeightVersionSpan(version=version, start=0, end=num_tokens)]
+
+    async def handle_batch_output(self: Any, output: Any) -> None:
+        if hasattr(output, "weight_versions"):
+            stamps = output.weight_versions or [None] * len(output.rids)
+            pairs = zip(output.rids, output.completion_tokens, stamps, strict=True)
+            output.weight_versions = [spans(self, rid, count) or stamp for rid, count, stamp in pairs]
+        await handle_output(self, output)
+
+    def handle_abort_request(self: Any, output: Any) -> None:
+        state = self.rid_to_state.get(output.rid)
+        if state is not None:
+            output.weight_versions = spans(self, output.rid, len(state.output_ids)) or output.weight_versions
+        handle_abort(self, output)
+
+    kind._validate_and_resolve_lora = validate_and_resolve
+    kind._handle_batch_output = handle_batch_output
+    kind._handle_abort_req = handle_abort_request
+    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        setattr(kind, method, _loading(getattr(kind, method), managers, versions))
+
+
+def _loading(load: Load, managers: ModuleType, versions: AdapterVersions) -> Load:
+    tasks = set[asyncio.Task[None]]()
+
+    async def load_version(self: Any, obj: Any, request: Any = None) -> Any:
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
+
+        if len(versions.version_of) >= managers.get_lora().max_loras_per_batch - 1:
+            loaded = ", ".join(versions.version_of)
+            return LoadLoRAAdapterReqOutput(success=False, error_message=f"{NO_ROOM}: requests still use {loaded}")
+        try:
+            adapter, version, obj.lora_name = versions.new(obj.lora_name)
+        except ValueError as error:
+            return LoadLoRAAdapterReqOutput(success=False, error_message=str(error))
+        result = await load(self, obj, request)
+        if result.success:
+            before = versions.current.get(adapter)
+            versions.current[adapter], versions.version_of[obj.lora_name] = obj.lora_name, version
+            self._update_weight_version_if_provided(version)
+            if before is not None:
+                task = asyncio.create_task(_unload(self, before, versions))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        return result
+
+    return load_version
+
+
+async def _unload(manager: Any, name: str, versions: AdapterVersions) -> None:
+    """Unload a version that no new request gets, when the last of its requests has ended.
+
+    SGLang would wait for them as well, but lets no other adapter be loaded meanwhile.
+    """
+    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+    registry = manager.lora_registry
+    count = registry._counters[registry.get_all_adapters()[name].lora_id]
+    while count.value() or versions.arriving[name]:
+        await count.wait_for_zero()
+        await asyncio.sleep(_POLL_S)
+    del versions.version_of[name], versions.arriving[name]
+    result = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
+    manager.lora_ref_cache.pop(name, None)  # it would be loaded again if somebody asked for it
+    if not result.success:
+        logger.warning("adapter %s is not unloaded: %s", name, result.error_message)
+
+
+def _agree_on_loads(schedulers: ModuleType) -> None:
+    kind = schedulers.Scheduler
+    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        setattr(kind, method, _agreeing(getattr(kind, method)))
+
+
+def _agreeing(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def load_on_all(self: Any, request: Any) -> Any:
+        import torch.distributed as dist
+
+        result = load(self, request)
+        size = dist.get_world_size(self.tp_cpu_group)
+        failures: list[str | None] = [None] * size
+        dist.all_gather_object(failures, None if result.success else result.error_message, group=self.tp_cpu_group)
+        texts = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+        if texts and result.success:
+            self.tp_worker.model_runner.unload_lora_adapter(request.to_ref())
+            result.success = False
+        result.error_message = "; ".join(texts)
+        return result
+
+    return load_on_all
