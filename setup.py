@@ -71,8 +71,10 @@ setup(
             "zstandard>=0.23",
         ],
         "dev": [
+            "accelerate>=1.15",
             "hypothesis>=6.100",
             "mypy>=1.15",
+            "peft>=0.21",
             "pytest>=9.0",
             "ruff>=0.14",
             "types-PyYAML",

@@ -26,14 +26,18 @@ import numpy as np
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.models.adapters import PEFT_PREFIX, adapter_rules
 from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout
 from tests.tiny_vision import make_tiny_vlm
 from tests.trainer.local_ranks import LocalRanks
+from tests.trainer.trainer_worker import adapter_value, draw_adapters
 from tests.trainer.vision_samples import VisionSamples
-from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, SEEING, Row
+from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row
 
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, LOG_PROB_BOUND = 1e-5, 1e-4, 1e-4, 1e-5
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 STEPS = 3
 # Layouts that live processes run before they are replaced: each group of process groups keeps descriptors open.
 LAYOUTS_PER_PROCESS = 8
@@ -50,7 +54,7 @@ def make_model(name: str, folder: Path) -> Any:
     if name in SEEING:
         return make_tiny_vlm(folder, family, **SEEING[name])
     config = AutoConfig.for_model(
-        KNOWN_AS.get(family, family), **(COMMON | {"tie_word_embeddings": False} | MODELS[name])
+        KNOWN_AS.get(family, family), **(COMMON | {"tie_word_embeddings": False} | MODELS[name.partition(" lora")[0]])
     )
     config._attn_implementation = "eager"
     torch.manual_seed(7)
@@ -77,27 +81,65 @@ def make_model(name: str, folder: Path) -> Any:
 
 
 def checkpoint_gradients(model: Any) -> dict[str, np.ndarray]:
-    """Checkpoint name → gradient. In memory transformers keeps a layer's experts in two tensors, on disk one by one."""
-    arrays: dict[str, np.ndarray] = {}
+    """Checkpoint name → gradient."""
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: grad.numpy().copy() for name, grad in checkpoint_views(model, grads).items()}
+
+
+def checkpoint_views(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoint name → view of `tensors`, which have the names of transformers' parameters.
+
+    In memory transformers keeps a layer's experts in two tensors, on disk one by one.
+    """
+    views: dict[str, Any] = {}
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    for name, param in model.named_parameters():
-        if param.grad is None:
-            continue
-        grad = param.grad.numpy().copy()
+    for name, tensor in tensors.items():
         head, _, tail = name.partition(".mlp.experts.")
         if not tail or model.config.model_type == "gpt_oss":  # which keeps them in two tensors on disk, too
-            arrays[name.replace(".mlp.gate.", f".{block}.gate.")] = grad
+            views[name.replace(".mlp.gate.", f".{block}.gate.")] = tensor
             continue
-        for expert, part in enumerate(grad):
+        for expert, part in enumerate(tensor):
             prefix = f"{head}.{block}.experts.{expert}"
             if tail == "down_proj":
-                arrays[f"{prefix}.{down}.weight"] = part
+                views[f"{prefix}.{down}.weight"] = part
             else:
-                half = len(part) // 2
-                arrays[f"{prefix}.{gate}.weight"], arrays[f"{prefix}.{up}.weight"] = part[:half], part[half:]
-    return arrays
+                views[f"{prefix}.{gate}.weight"], views[f"{prefix}.{up}.weight"] = part.chunk(2)
+    return views
+
+
+class MergedAdapters:
+    """Adapters with the values of `adapter_value`, added to a transformers model; their gradients follow from its own.
+
+    Independent of how families divide and join weights: a module's W is W + s B A.
+    """
+
+    def __init__(self, model: Any, folder: Path, config: Config) -> None:
+        import torch
+
+        shape = read_model_shape(folder)
+        spec = adapters_of(config, shape)
+        assert spec is not None
+        self.scale, self.pairs = spec.scale, {}
+        sizes = {name: size for rule in adapter_rules(shape, spec).values() for name, size in rule.hf.items()}
+        values = {name: torch.from_numpy(adapter_value(name, size)) for name, size in sizes.items()}
+        views = checkpoint_views(model, dict(model.named_parameters()))
+        for name in [name for name in values if name.endswith(LORA_A)]:
+            module = name.removesuffix(LORA_A)
+            self.pairs[module] = values[name], values[module + LORA_B]
+            with torch.no_grad():
+                views[module.removeprefix(PEFT_PREFIX) + ".weight"] += (
+                    self.scale * values[module + LORA_B] @ values[name]
+                )
+
+    def gradients(self, of_weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """PEFT's name → gradient, given the gradients of the merged weights."""
+        found = {}
+        for module, (a, b) in self.pairs.items():
+            grad = self.scale * of_weights[module.removeprefix(PEFT_PREFIX) + ".weight"]
+            found |= {module + LORA_A: b.numpy().T @ grad, module + LORA_B: grad @ a.numpy().T}
+        return found
 
 
 class Batch:
@@ -266,6 +308,7 @@ def trainer_config(folder: Path, row: Row) -> Config:
     """fp32, one thread a rank, plain supervised loss."""
     values = {"mode": "sft", "hf_checkpoint": str(folder), "precision": "fp32", "train_num_threads": 1}
     values |= {"multimodal_keys": {"image": "images"}} if row.model in SEEING else {}
+    values |= LORA.get(row.model, {})
     passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
     return Config.from_flat(values | {"lr": 1e-3, "clip_grad": 1.0} | row.flags, passthrough)
 
@@ -273,6 +316,8 @@ def trainer_config(folder: Path, row: Row) -> Config:
 def measure(ranks: LocalRanks, folder: Path, row: Row, batch: Batch | SeeingBatch) -> Result:
     layout = row.layout
     ranks.start(trainer_config(folder, row), layout)
+    if row.model in LORA:
+        ranks.run(draw_adapters)
     log_probs = batch.scores_differ(ranks, layout) if isinstance(batch, SeeingBatch) else None
     losses, norms, gradients = [], [], {}
     start = time.perf_counter()
@@ -326,7 +371,11 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
                 used += 1
                 batch, folder = batches[row.model], folders[row.model]
                 if row.world == 1:
-                    loss, gradients = batch.reference_gradients(make_model(row.model, folder), folder)
+                    model = make_model(row.model, folder)
+                    config = trainer_config(folder, row)
+                    merged = MergedAdapters(model, folder, config) if row.model in LORA else None
+                    loss, gradients = batch.reference_gradients(model, folder)
+                    gradients = gradients if merged is None else merged.gradients(gradients)
                 got = measure(ranks, folder, row, batch)
                 entry: dict[str, Any] = {"model": row.model, "ranks": row.world, "seconds_per_step": got.seconds}
                 if row.world == 1:

@@ -123,6 +123,19 @@ SEEING: dict[str, dict[str, Any]] = {
 """Models that see (`tests/tiny_vision.py`), trained on texts and images."""
 
 
+LORA: dict[str, dict[str, Any]] = {
+    **{f"{model} lora": {"lora_rank": 4} for model in MODELS},
+    "qwen3 lora of q and v": {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]},
+    "qwen3_moe lora of experts": {"lora_rank": 4, "target_modules": ["linear_fc1", "down_proj"]},
+    "deepseek_v3 lora of latents": {
+        "lora_rank": 4,
+        "lora_use_rslora": True,
+        "target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "down_proj"],
+    },
+}
+"""Flags of models whose adapters are trained."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One layout of one model, with further fields for Megatron and flags of the run."""
@@ -254,4 +267,33 @@ ROWS = [
         Row(model, 8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1})
         for model in ("deepseek_v3", "qwen3_vl_moe", "qwen3_5_moe")
     ),
+]
+ROWS += [
+    *(Row(f"{model} lora", 2, {"tp": 2}) for model in MODELS),
+    *(
+        Row(f"{row.model} lora", 2, {"ep": 2})
+        for row in ROWS
+        if row.sizes == {"ep": 2} and row.name == "EP 2 DP 2" and row.model in MODELS and row.world == 2
+    ),
+    *(
+        Row(f"{model} lora", 2, sizes)
+        for model in ("qwen3", "deepseek_v3", "qwen3_5_text")
+        for sizes in ({}, {"pp": 2}, {"cp": 2})
+    ),
+    Row("qwen3 lora", 2, {"tp": 2}, "no sequence parallel", {"sequence_parallel": False}),
+    Row("qwen3 lora", 2, note="overlapped", ddp=OVERLAP),
+    Row("qwen3 lora", 2, {"tp": 2}, "full recompute", FULL),
+    Row("qwen3 lora", 2, {"tp": 2}, "selective recompute", selective("core_attn", "mlp", "layernorm")),
+    Row("qwen3 lora", 2, {"pp": 2, "vpp": 2}),
+    Row("qwen3 tied lora", 2, {"pp": 2}),
+    Row("qwen3_moe lora", 2, {"pp": 2}),
+    Row("qwen3_moe lora", 2, {"ep": 2}, "experts recomputed", selective("moe")),
+    Row("qwen3_moe lora", 2, {"ep": 2, "etp": 1}, "overlapped", ddp=OVERLAP),
+    Row("qwen3 lora of q and v", 2, {"tp": 2}),
+    Row("qwen3_moe lora of experts", 2, {"tp": 2}),
+    Row("qwen3_moe lora of experts", 2, {"tp": 2, "etp": 2}),
+    Row("deepseek_v3 lora of latents", 2, {"tp": 2}),
+    Row("qwen3 lora", 4, {"tp": 2, "cp": 2}),
+    Row("qwen3_moe lora", 4, {"tp": 2, "ep": 2, "etp": 1}),
+    Row("qwen3_moe lora", 4, {"tp": 2, "ep": 2, "etp": 2}),
 ]

@@ -33,9 +33,15 @@ from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
 
 
-class Matrices(torch.nn.ParameterDict):
-    """A or B of a layer, by the place of the Hugging Face tensor in the weight's rule. No part of a module's state:
-    checkpoints of the base have none, and those of adapters are made by their rules."""
+class Matrices(torch.nn.Module):
+    """A or B of a layer, by the place of the Hugging Face tensor in the weight's rule.
+
+    Part of no module's state: checkpoints of weights have none, and those of adapters are made by their rules.
+    """
+
+    def forward(self) -> dict[str, Tensor]:
+        """Return them. Called as a module, as Megatron then waits until they are gathered (--overlap-param-gather)."""
+        return dict(self.named_parameters())
 
     def _save_to_state_dict(self, *unused: object) -> None: ...
 
@@ -72,7 +78,7 @@ class Adapter(torch.nn.Module):
                     sizes = convert.split(own, torch.empty(own.sizes, device="meta"), 0, self.size).shape
                     matrix = torch.nn.Parameter(torch.empty(sizes, dtype=config.params_dtype, device=device))
                     self._mark(matrix, own)
-                    matrices[str(place)] = matrix
+                    matrices.register_parameter(str(place), matrix)
 
     def _mark(self, matrix: torch.nn.Parameter, rule: Rule) -> None:
         """Tell Megatron which ranks have parts of it, or the same values: by that it sums gradients and their norm."""
@@ -112,21 +118,22 @@ class Adapter(torch.nn.Module):
 
     def joined_a(self) -> Tensor:
         """Return the matrices A, one over the other [matrices * rank, in]."""
-        return torch.cat(list(self.A.values()))
+        return torch.cat(list(self.A().values()))
 
     def joined_b(self) -> Tensor:
         """Return B of the joined weight [out, matrices * rank]: rows have values in the columns of their own matrix."""
-        rank, count = self.spec.rank, len(self.B)
+        rank, matrices = self.spec.rank, self.B()
+        count = len(matrices)
         if len(self.rule.hf) == 1:
-            return self.B["0"]
+            return matrices["0"]
         parts, column = [], 0
         for place, (rows, _) in enumerate(self.rule.hf.values()):
-            if str(place) in self.B:
-                parts.append(F.pad(self.B[str(place)], (column, (count - 1) * rank - column)))
+            if str(place) in matrices:
+                parts.append(F.pad(matrices[str(place)], (column, (count - 1) * rank - column)))
                 column += rank
             else:
                 own = rows // self.size if self.by_rows else rows
-                parts.append(self.A[next(iter(self.A))].new_zeros(own, count * rank))
+                parts.append(next(iter(matrices.values())).new_zeros(own, count * rank))
         if self.rule.join != "grouped":
             return torch.cat(parts)
         groups = self.rule.groups // (self.size if self.by_rows else 1)

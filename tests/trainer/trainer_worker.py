@@ -59,7 +59,12 @@ def gradients(actor: Any) -> dict[str, np.ndarray]:
     buffers = {hf for rule in families.model_rules(shape).values() if rule.buffer for hf in rule.hf}
     with torch.no_grad(), _summed(trained):
         tensors = iter_hf_tensors(
-            trained.chunks, trained.transformer, shape, lambda _, param: param.main_grad, dtype=torch.float32
+            trained.chunks,
+            trained.transformer,
+            shape,
+            lambda _, param: param.main_grad,
+            dtype=torch.float32,
+            adapters=actor.adapter_spec,
         )
         return {name: tensor.float().cpu().numpy().copy() for name, tensor in tensors if name not in buffers}
 
@@ -79,6 +84,31 @@ def weights(actor: Any) -> dict[str, np.ndarray]:
     from fusionrl.models.hf_io import iter_hf_tensors
 
     tensors = iter_hf_tensors(actor.trained.chunks, actor.trained.transformer, actor.shape)
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
+
+
+def draw_adapters(actor: Any) -> None:
+    """Give adapters the values of `adapter_value`, of which no B is zero."""
+    import torch
+
+    from fusionrl.models import convert
+    from fusionrl.models.hf_io import local_adapters, split_group
+
+    with torch.no_grad():
+        for _, rule, matrix in local_adapters(actor.trained.chunks, actor.shape, actor.adapter_spec):
+            ((name, sizes),) = rule.hf.items()
+            whole = convert.join(rule, [torch.from_numpy(adapter_value(name, sizes))])
+            group = split_group(rule)
+            matrix.copy_(convert.split(rule, whole, group.rank(), group.size()))
+    actor.trained.optimizer.reload_model_params()
+
+
+def adapters(actor: Any) -> dict[str, np.ndarray]:
+    """PEFT's name -> whole matrix."""
+    from fusionrl.models.hf_io import iter_hf_tensors
+
+    trained = actor.trained
+    tensors = iter_hf_tensors(trained.chunks, trained.transformer, actor.shape, adapters=actor.adapter_spec)
     return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
 
 
@@ -162,6 +192,14 @@ def gathered(
 
 
 # --- what both tests and workers are given ---
+
+
+def adapter_value(name: str, sizes: Sequence[int]) -> np.ndarray:
+    """Return an adapter's matrix that depends on its name alone: A as PEFT begins, B small."""
+    random = np.random.default_rng(list(name.encode()))
+    if name.endswith(".lora_A.weight"):
+        return random.uniform(-1, 1, sizes).astype(np.float32) / np.float32(sizes[1]) ** 0.5
+    return random.normal(0, 0.02, sizes).astype(np.float32)
 
 
 def config_of(
