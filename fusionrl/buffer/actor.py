@@ -33,6 +33,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import import_auto_tokenizer
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
+from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.registry import runs_programs
 from fusionrl.rollout.image_requests import FOLDER
@@ -87,7 +88,9 @@ class BufferActor(StreamMessages):
         self._stages = RolloutStages(
             config, plan, border, collector, self._writer, self._accepted, self.attempt, self._put
         )
-        self._evaluation = Evaluation(plan, border, functions, self._writer, self.run_dir, self.attempt)
+        self._evaluation = Evaluation(
+            plan, border, functions, self._writer, self.run_dir, self.attempt, adapter_names(config)
+        )
         await asyncio.to_thread(self.source.open, border)
         await self._probe_sandbox()
         return self.source.counts()

@@ -12,6 +12,7 @@ from fusionrl.buffer.collect import RolloutFunctions
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.train_shards import take_shards
+from fusionrl.buffer.training_samples import by_adapter
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.data.prompts import PromptColumns, load_conversations
@@ -113,6 +114,7 @@ class Evaluation:
     writer: RolloutWriter
     run_dir: Path
     attempt: int
+    adapters: tuple[str, ...] = ()
 
     def run(self, rollout_id: int, pushed_version: int | None = None) -> dict[str, float]:
         """Evaluate on every set; returns eval/<set>/….
@@ -152,7 +154,7 @@ class Evaluation:
         write_atomically(folder / f"{rollout_id}.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
     def validation_shards(self, put: Callable[[TrainShard], object]) -> dict[str, list[object]]:
-        """--mode sft: set → one shard a rank, for `PolicyTrainer.evaluate_loss`."""
+        """--mode sft: set → one shard a rank, for `PolicyTrainer.evaluate_loss`; of several adapters, set-adapter."""
         assert self.plan.balance is not None and self.plan.batch is not None
         shards, args = {}, self.border.args()
         for eval_set in eval_sets(args):
@@ -161,10 +163,13 @@ class Evaluation:
             for index, sample in enumerate(samples):
                 sample.index = sample.group_index = index
             samples = [to_sft_sample(args, sample) for sample in samples]
-            zeros, count = [0.0] * len(samples), len(samples)
-            batch = BatchPlan(count, 1, 1, count, self.plan.batch.dp_size)
-            built = take_shards(samples, zeros, zeros, batch, self.plan.balance, rollout_id=-1)
-            shards[eval_set.name] = [put(shard) for shard in built]
+            parts = by_adapter(samples, self.adapters)
+            for adapter, members in parts.items():
+                zeros, count = [0.0] * len(members), len(members)
+                batch = BatchPlan(count, 1, 1, count, self.plan.batch.dp_size)
+                built = take_shards(members, zeros, zeros, batch, self.plan.balance, rollout_id=-1, adapter=adapter)
+                name = eval_set.name if len(parts) == 1 else f"{eval_set.name}-{adapter}"
+                shards[name] = [put(shard) for shard in built]
         return shards
 
 

@@ -146,13 +146,19 @@ def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, fl
         if name is not None:
             sets.setdefault(str(name), []).append(position)
     out: dict[str, float] = {}
-    rewards, shares = np.asarray(raw, np.float64), attempt_shares(attempts_of(samples))
     for name, members in sets.items():
-        member_rewards, weights = rewards[members], shares[members]
-        out[f"rollout/{name}/raw_reward"] = float(np.average(member_rewards, weights=weights))
-        out[f"rollout/{name}/accuracy"] = float(np.average(member_rewards >= ACCURATE, weights=weights))
-        out[f"rollout/{name}/num_samples"] = float(len(members))
+        out |= mean_metrics(f"rollout/{name}", [samples[i] for i in members], [raw[i] for i in members])
     return out
+
+
+def mean_metrics(name: str, samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
+    """Return `name`/raw_reward, accuracy and num_samples of some samples of a rollout."""
+    rewards, shares = np.asarray(raw, np.float64), attempt_shares(attempts_of(samples))
+    return {
+        f"{name}/raw_reward": float(np.average(rewards, weights=shares)),
+        f"{name}/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),
+        f"{name}/num_samples": float(len(samples)),
+    }
 
 
 _SHOWN = 1000  # characters of a text that go to the driver

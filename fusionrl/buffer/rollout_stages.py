@@ -11,12 +11,12 @@ from typing import Any
 from fusionrl.buffer.collect import Collector, limits_of
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.buffer.reject_sampling import AcceptedSamples
-from fusionrl.buffer.rollout_report import report
+from fusionrl.buffer.rollout_report import mean_metrics, report
 from fusionrl.buffer.sample_files import SampleFiles, TrainedSamples, load_samples, save_samples
-from fusionrl.buffer.staleness import StepStaleness
+from fusionrl.buffer.staleness import StepStaleness, training_version
 from fusionrl.buffer.stream import Batch
 from fusionrl.buffer.train_shards import cut
-from fusionrl.buffer.training_samples import choose, score
+from fusionrl.buffer.training_samples import by_adapter, choose, pooled, score
 from fusionrl.config.config import Config
 from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.data.sample import Sample, is_trained_on
@@ -24,6 +24,7 @@ from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase, span
+from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.flops import Work
 from fusionrl.plan.plan import Plan
 from fusionrl.rollout.weight_versions import warn_once
@@ -34,7 +35,7 @@ class Rollout:
     """A rollout as the driver gets it: references to one shard a rank, and numbers."""
 
     rollout_id: int
-    shards: list[Any]  # object references, from which the trainers pull their shards
+    shards: list[Any]  # object references, from which the trainers pull their shards; of several adapters, one by one
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
     auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
@@ -59,7 +60,7 @@ class RolloutStages:
         put: Callable[[TrainShard], object],
     ) -> None:
         self._config, self._plan, self._border, self._collector = config, plan, border, collector
-        self._accepted, self._put = accepted, put
+        self._accepted, self._put, self._adapters = accepted, put, adapter_names(config)
         self._files = SampleFiles(config, writer, attempt)
         self.trained = TrainedSamples(writer)
 
@@ -97,31 +98,47 @@ class RolloutStages:
             save_samples(config.run.save_debug_rollout_data, rollout_id, samples)
         num_accepted, shards, auxiliary, work = 0, list[Any](), list[Any](), Work()
         with span("score and report", lane="stages"):
-            scored = score(samples, config, border)
+            divided = by_adapter(samples, self._adapters)
+            parts = {name: score(members, config, border) for name, members in divided.items()}
+            scored = pooled(list(parts.values()))
             metrics, version, facts, glimpses = report(
                 rollout_id, scored, metrics, pushed_version, since, config, border
             )
+            if len(self._adapters) > 1:
+                for name, part in parts.items():
+                    metrics |= mean_metrics(f"adapter/{name}", part.samples, part.raw)
         with span("write", lane="stages"):
-            path = self._files.write(rollout_id, samples)
+            path = self._files.write(rollout_id, scored.samples)
         if mode == "reject-sampling":
-            counts = self._accepted.add(rollout_id, samples, scored.raw)
+            counts = self._accepted.add(rollout_id, scored.samples, scored.raw)
             num_accepted = counts["accepted"]
             metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
         elif self._plan.balance is not None and self._plan.batch is not None and mode != "eval":
-            chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
+            num_steps, limits = self._plan.batch.num_steps, limits_of(self._plan)
+            chosen = {name: choose(part, config, num_steps, limits, border) for name, part in parts.items()}
+            trained = pooled(list(chosen.values()))
             if path is not None and mode == "rl":
-                self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
-            images = {image.key: image.num_tokens for sample in chosen.samples for _, image in sample.image_spans}
-            work = Work.of((sample.num_tokens for sample in chosen.samples), images.values())
-            if chosen.samples is not samples:
-                samples.clear()  # `cut` takes the samples out of the last list that holds them
-            version = version if trains is None else trains
+                has_indices = all(part.has_indices for part in chosen.values())
+                self.trained.gave(rollout_id, path, scored.samples, trained.samples, has_indices)
+            images = {image.key: image.num_tokens for sample in trained.samples for _, image in sample.image_spans}
+            work = Work.of((sample.num_tokens for sample in trained.samples), images.values())
+            if len(parts) > 1:  # as of runs of their own
+                versions = {name: training_version(part.samples, pushed_version) for name, part in parts.items()}
+            else:
+                versions = dict.fromkeys(parts, version)
+            last = [part.samples for part in chosen.values()]
+            for held in (samples, scored.samples, trained.samples, *(part.samples for part in parts.values())):
+                if not any(held is kept for kept in last):
+                    held.clear()  # `cut` takes the samples out of the last list that holds them
             # Without a push the versions belong to another run, whose steps are unknown.
             newest = pushed_version if trains is None else trains
             ages = None if newest is None else StepStaleness.of(newest, config)
-            temperature = config.rollout.rollout_temperature
-            with phase("cut", lane="stages", step=rollout_id + 1):
-                shards, auxiliary = cut(chosen, self._plan, rollout_id, version, self._put, ages, temperature)
+            temperature, first = config.rollout.rollout_temperature, 0
+            for name, part in chosen.items():
+                version, count = versions[name] if trains is None else trains, len(part.samples)
+                with phase("cut", lane="stages", step=rollout_id + 1):
+                    refs = cut(part, self._plan, rollout_id, version, self._put, ages, temperature, name, first)
+                shards, auxiliary, first = shards + refs[0], auxiliary + refs[1], first + count
             metrics |= {} if ages is None else ages.metrics()
         return Rollout(rollout_id, shards, metrics, num_accepted, auxiliary, facts=facts, glimpses=glimpses, work=work)
 

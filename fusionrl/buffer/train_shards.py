@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +38,8 @@ def cut(
     put: Callable[[TrainShard], Ref],
     ages: StepStaleness | None = None,
     temperature: float | None = None,
+    adapter: str | None = None,
+    first: int = 0,
 ) -> tuple[list[Ref], list[Ref]]:
     """Cut the samples into shards as the plan divides them: for the actor's ranks, and for those of the critic or
     process reward model, which get the same samples. Takes the samples out of `chosen`.
@@ -45,10 +47,12 @@ def cut(
     put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
     ages  counts the actor's shards
     temperature  --rollout-temperature: tokens that were sampled at another are marked (field `temperatures`)
+    adapter, first  of several, that learns from these samples alone, and the place of the first in the rollout
     """
     assert plan.balance is not None and plan.batch is not None
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
     named["weight_version"], named["temperature"] = version, temperature
+    named["adapter"], named["first"] = adapter, first
     auxiliary: list[Ref] = []
     if (aux_plan := plan.auxiliary) is not None:
         assert aux_plan.batch is not None
@@ -56,7 +60,8 @@ def cut(
         shards = take_shards(samples, chosen.rewards, chosen.raw, aux_plan.batch, aux_plan.balance, **named)
         auxiliary = [put(shard) for shard in shards]
     named["freed"] = give_freed_back
-    taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
+    batch = plan.batch if adapter is None else batch_of(chosen.samples, plan.batch)
+    taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, batch, plan.balance, **named)
 
     def counted(shard: TrainShard) -> Ref:
         if ages is not None:
@@ -64,6 +69,18 @@ def cut(
         return put(shard)
 
     return list(map(counted, taken)), auxiliary
+
+
+def batch_of(samples: Sequence[Sample], plan: BatchPlan) -> BatchPlan:
+    """Return the division of one adapter's samples of a rollout, as of a run of its own with as many prompts a rollout.
+
+    It takes as many optimizer steps as the plan's rollout, or one for each group where it has fewer.
+    """
+    if not samples:
+        return plan
+    num_groups = int(_Sizes.of(samples).groups[-1]) + 1
+    num_steps, count = min(plan.num_steps, num_groups), num_groups * plan.num_samples_per_prompt
+    return replace(plan, num_prompts=num_groups, num_steps=num_steps, global_batch_size=count // num_steps)
 
 
 def take_shards(
@@ -78,6 +95,8 @@ def take_shards(
     by_groups: bool = False,
     weight_version: int | None = None,
     temperature: float | None = None,
+    adapter: str | None = None,
+    first: int = 0,
     freed: Callable[[], None] | None = None,
 ) -> Iterator[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks; yield rank by rank.
@@ -89,7 +108,7 @@ def take_shards(
     extra           a user's columns: one value a sample
     by_groups       no step begins within a group
     weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
-    temperature     see `cut`
+    temperature, adapter, first  see `cut`
 
     Raises:
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
@@ -113,7 +132,10 @@ def take_shards(
             present["temperatures"] = ()
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
-        yield _take_shard(samples, members, columns, present, steps=own_steps, **named)
+        shard = _take_shard(samples, members, columns, present, steps=own_steps, **named)
+        shard.fields["position"] += first
+        shard.adapter = adapter
+        yield shard
 
 
 @dataclass(frozen=True)
@@ -182,7 +204,7 @@ def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
     A user's functions may make several samples for one prompt, or fewer prompts; then all steps have as many groups.
     """
     count = len(sizes.lengths)
-    if count == plan.num_samples and not by_groups and not sizes.has_fan_out:
+    if count == plan.num_steps * plan.global_batch_size and not by_groups and not sizes.has_fan_out:
         return [step * plan.global_batch_size for step in range(plan.num_steps + 1)]
     starts = [group[0] for group in _siblings(sizes.groups)]
     if len(starts) < plan.num_steps:

@@ -38,6 +38,32 @@ class TrainingSamples:
     has_indices: bool = True
 
 
+def by_adapter(samples: list[Sample], names: Sequence[str]) -> dict[str | None, list[Sample]]:
+    """Divide a rollout's samples by the adapter that learns from them; {None: samples} with fewer than two `names`.
+
+    Raises:
+        ValueError: a sample names none of them.
+    """
+    if len(names) < 2:
+        return {None: samples}
+    for sample in samples:
+        if sample.adapter not in names:
+            cure = f"set sample.adapter to one of --lora-adapters ({', '.join(names)})"
+            raise ValueError(f"sample {sample.index} has the adapter {sample.adapter!r:.80}; {cure}")
+    parts = {name: [sample for sample in samples if sample.adapter == name] for name in names}
+    return {name: members for name, members in parts.items() if members}
+
+
+def pooled(parts: Sequence[TrainingSamples]) -> TrainingSamples:
+    """Return the samples of several adapters one after the other, as they came from `score`."""
+    if len(parts) == 1:
+        return parts[0]
+    samples = [sample for part in parts for sample in part.samples]
+    return TrainingSamples(
+        samples, [r for part in parts for r in part.rewards], [r for part in parts for r in part.raw]
+    )
+
+
 def score(samples: list[Sample], config: Config, border: HookBorder) -> TrainingSamples:
     """Return the rewards of a rollout's samples; those of --mode sft are 0. HookError, ValueError: it has none."""
     if config.run.mode == "sft":

@@ -56,6 +56,11 @@ def adapter_folders(config: Config) -> dict[str, str | None]:
     return {name: folder or None for name, _, folder in named} or {POLICY: lora.lora_adapter_path}
 
 
+def adapter_names(config: Config) -> tuple[str, ...]:
+    """Return the names of the adapters that are trained."""
+    return tuple(adapter_folders(config))
+
+
 def has_several_adapters(config: Config) -> bool:
     return len(adapter_folders(config)) > 1
 

@@ -16,7 +16,9 @@ async def post(
     Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. Answers of the policy's
     engines are noted, so that the samples that a generate or rollout function makes get their weight versions. They
     get one placeholder for each image, whether `input_ids` have one or as many as it has tokens. None gets ids with a
-    placeholder that the model has sampled: the answer has no token then, and the finish reason "length". Raises
+    placeholder that the model has sampled: the answer has no token then, and the finish reason "length". With several
+    adapters (--lora-adapters), the one of the sample answers what a generate function asks; elsewhere, and for another
+    one, put "lora_path": sample.adapter into the payload, or "base" for the model without one. Raises
     ValueError for a request to /generate without a token, of which an engine dies, or with other placeholders. Raises
     RuntimeError with the server's text for a 4xx answer, or the last failed try.
     """
@@ -24,6 +26,8 @@ async def post(
     if url.endswith("/generate") and isinstance(ids, list) and (not ids or [] in ids):
         raise ValueError(f"post to {url}: input_ids is empty; give the tokens of the prompt")
     answers = answers_of(url) if url.endswith("/generate") else None
+    if answers is not None and answers.adapter is not None:
+        payload = {"lora_path": answers.adapter, **payload}
     request = None if answers is None else FunctionRequest.of(payload, answers.barred)
     if answers is None or request is None:
         answer = await _post(url, payload, max_retries, headers)

@@ -162,6 +162,7 @@ async def custom_generate(
         sample.weight_versions = []  # slime's functions append to it
     with noting_answers(context.policy_urls) as answers, user_code(where, path, sample):
         answers.barred += barred_parts(sample)
+        answers.adapter = sample.adapter
         result = function(context.args, sample, copy.deepcopy(params), **keywords)
         if inspect.isawaitable(result):
             result = await result
@@ -173,6 +174,8 @@ async def custom_generate(
             )
     samples = as_list(result)
     valid = [item for item in samples if isinstance(item, Sample)]
+    for item in valid:
+        item.adapter = item.adapter or sample.adapter
     warn_of_unsampled(valid, answers, where, before)
     fill_versions(valid, answers, where, before)
     check_samples(field, path, samples, context.limits)

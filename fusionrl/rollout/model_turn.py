@@ -200,6 +200,7 @@ async def _payload(args: Namespace, sample: Sample, params: SamplingParams, done
         "sampling_params": dict(params, max_new_tokens=limit),
         "return_logprob": True,
         **({"return_routed_experts": True} if _experts_size(args) else {}),
+        **({} if sample.adapter is None else {"lora_path": sample.adapter}),
     }
 
 

@@ -45,6 +45,7 @@ class EngineAnswers:
     temperatures  of the requests
     changes       their sampling parameters that change the policy's distribution
     barred        sampled tokens that no engine may get back, int32 [n] each
+    adapter       that answers, where the request names none; None: the only one, or the model
     """
 
     urls: tuple[str, ...]
@@ -54,6 +55,7 @@ class EngineAnswers:
     temperatures: set[float] = field(default_factory=set)
     changes: set[str] = field(default_factory=set)
     barred: list[np.ndarray] = field(default_factory=list)
+    adapter: str | None = None
 
     def add(self, answer: dict[str, object], params: Mapping[str, object]) -> None:
         """Note one answer of /generate to a request with these sampling parameters; any other is passed over."""
