@@ -11,7 +11,8 @@ from fusionrl.base.spelling import closest
 from fusionrl.config.presets import NONZERO_STD
 
 _ALWAYS = "leave it out: it is always so here"
-_NO_ADAPTERS = "leave it out: all weights are trained, without adapters"
+_LOW_RANK = "leave it out: adapters are LoRA's alone (--lora-rank; rsLoRA: --lora-use-rslora)"
+_NOT_QUANTISED = "leave it out: trainers hold the weights as --precision says"
 _BATCH = "--rollout-batch-size (prompts of a rollout) or --global-batch-size (samples of an optimizer step)"
 _NO_SUCH_FLAG = "leave it out: there is nothing like it here"
 
@@ -47,7 +48,10 @@ TRL: dict[str, str] = {
     "log_completions": "leave it out: every sample is in the run's folder, rollouts/",
     "logging_dir": "--run-dir",
     "logging_steps": "leave it out: every step is reported",
-    "lora_alpha lora_r lora_target_modules use_peft": _NO_ADAPTERS,
+    "load_in_4bit load_in_8bit": _NOT_QUANTISED,
+    "lora_modules_to_save lora_task_type use_dora": _LOW_RANK,
+    "lora_r use_peft": "--lora-rank",
+    "lora_target_modules": "--target-modules",
     "lr_scheduler_type": "--lr-decay-style",
     "mask_truncated_completions": "--rollout-sample-filter-path (a function that sets remove_sample)",
     "max_completion_length max_new_tokens": "--rollout-max-response-len",
@@ -79,6 +83,7 @@ TRL: dict[str, str] = {
     "top_k": "--rollout-top-k",
     "top_p": "--rollout-top-p",
     "torch_dtype": "--precision",
+    "use_rslora": "--lora-use-rslora",
     "use_vllm": "leave it out: SGLang generates",
     "vllm_gpu_memory_utilization": "--sglang-mem-fraction-static",
     "vllm_importance_sampling_cap": "--use-tis --tis-clip",
@@ -90,6 +95,7 @@ TRL: dict[str, str] = {
 }
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_LORA = "actor_rollout_ref.model.lora."
 _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 # A setting that is not here may be answered by the last part of its name, see `cure_for`.
@@ -97,7 +103,13 @@ VERL: dict[str, str] = {
     "actor_rollout_ref.model.path": "--hf-checkpoint",
     "actor_rollout_ref.model.custom_chat_template": "leave it out: the template is that of --hf-checkpoint's tokenizer",
     "actor_rollout_ref.model.enable_gradient_checkpointing": TRL["gradient_checkpointing"],
-    "actor_rollout_ref.model.lora_rank": _NO_ADAPTERS,
+    **{f"{_LORA}{name}": f"--lora-{name}" for name in ("rank", "alpha", "dropout")},
+    _LORA + "adapter_path": "--lora-adapter-path",
+    _LORA + "dropout_position": "leave it out: dropout is before A (--lora-dropout)",
+    _LORA + "dtype": "--precision",
+    _LORA + "lora_A_init_method " + _LORA + "lora_B_init_method": "--lora-init",
+    _LORA + "merge": "--lora-push merged (for True)",
+    _LORA + "type": _LOW_RANK,
     "actor_rollout_ref.model.use_remove_padding": _ALWAYS,
     "actor_rollout_ref.hybrid_engine": "--colocate",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "--max-tokens-per-gpu",
@@ -264,6 +276,7 @@ _VALUES: dict[tuple[str, str], str] = {
     ("kl_loss_type", "kl"): "--kl-loss-type k1",
     ("kl_loss_type", "mse"): "--kl-loss-type k2",
     ("kl_loss_type", "schulman"): "--kl-loss-type k3",
+    ("lora_push", "merge"): "--lora-push merged",
     ("loss_aggregation", "seq_mean_token_mean"): "--loss-aggregation sequence_mean",
     ("loss_aggregation", "seq_mean_token_sum"): "--loss-aggregation constant --loss-length 1",
     ("loss_aggregation", "seq_mean_token_sum_norm"): "--loss-aggregation constant",

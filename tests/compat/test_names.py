@@ -189,7 +189,7 @@ import miles.utils.timer
         "from slime.rollout.base_types import GenerateFnInput": "slime.rollout.base_types.GenerateFnInput is not among",
         "import slime.rollout.generate_hub as m; m.multi_turn": "slime.rollout.generate_hub.multi_turn does not exist",
         "from miles.rollout.checkpoint_eval import CheckpointEvalFn": "--eval-num-gpus",
-        "from miles.utils.lora import is_lora_enabled": "miles.utils.lora.is_lora_enabled does not exist in fusionrl",
+        "from miles.utils.lora import lora_rollout_enabled": "lora_rollout_enabled is not among the names of miles",
         "from miles.utils.arguments import parse_args": "miles.utils.arguments.parse_args does not exist in fusionrl",
         "from miles.utils.types import no_such_name": "miles.utils.types.no_such_name is not among the names of miles",
         "from miles.ray.rollout import RolloutManager": "processes are started by fusionrl",

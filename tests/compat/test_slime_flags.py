@@ -27,7 +27,7 @@ def translated(*argv: str, **forms: Form) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("--lora-rank 8", "all weights are trained"),
+        ("--lora-type dora", "adapters are LoRA's alone"),
         ("--eval-max-context-len 9 --rollout-max-context-len 8", "evaluation sets have --rollout-max-context-len"),
         ("--sglang-config groups.yaml", "--engine-group NAME:num_gpus=N"),
         ("--sglang-tp-size 4 --rollout-num-gpus-per-engine 8", "use --rollout-num-gpus-per-engine"),

@@ -18,6 +18,8 @@ def values_of(field: str, folder: Path) -> list[Any]:
         return [str(folder / "own.yaml")]
     if field == "engine_group":
         return [["a:num_gpus=2,per_engine=2", "b:num_gpus=1,log-level=error"]]
+    if field == "lora_adapters":
+        return [["a", "b=./a folder"]]
     if kind is bool:
         return [not plain]
     if typing.get_origin(kind) is typing.Literal:

@@ -4,12 +4,21 @@ import re
 from typing import Literal
 
 from pydantic import field_validator
+from pydantic_core import PydanticCustomError
 
 from fusionrl.config import scopes
 from fusionrl.config.groups.base import Group, acting, of_training
 
 BASE = "base"  # what requests call the model without an adapter
 of_adapters = acting(scopes.TRAINS, scopes.LORA)
+# Of PEFT's init_lora_weights, and of its other kinds of adapters.
+_REFUSED = {
+    **dict.fromkeys(
+        ("pissa", "olora", "corda", "loftq"), "it changes the weights that adapters are added to, which engines share"
+    ),
+    **dict.fromkeys(("eva", "lora_ga"), "it needs a pass over data before training"),
+    **dict.fromkeys(("dora", "vera", "adalora"), "it is another kind of adapter"),
+}
 
 
 class LoraGroup(Group):
@@ -53,3 +62,19 @@ class LoraGroup(Group):
         if doubles := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two adapters have the name {min(doubles)}; rename one")
         return specs
+
+    @field_validator("target_modules", "exclude_modules", mode="before")
+    @classmethod
+    def _without_commas(cls, value: object) -> object:
+        """Take names with commas between them, as other trainers write them."""
+        words = [value] if isinstance(value, str) else value
+        if not isinstance(words, list):
+            return value
+        return [name for word in words for part in str(word).split(",") if (name := part.strip())]
+
+    @field_validator("lora_init", mode="before")
+    @classmethod
+    def _is_known(cls, value: object) -> object:
+        if (reason := _REFUSED.get(str(value).lower())) is not None:
+            raise PydanticCustomError("lora_init", "{reason}; give kaiming", {"reason": reason})
+        return value

@@ -192,6 +192,15 @@ def is_musa_available() -> bool:
 is_musa_environment = is_musa_available
 
 
+# ------------------------------------------------------------------------------------------------ adapters
+LORA_ADAPTER_NAME = "policy"
+
+
+def is_lora_enabled(args: Namespace) -> bool:
+    """Return whether adapters are trained."""
+    return bool(args.lora_rank)
+
+
 # ------------------------------------------------------------------------------------------------ --eval-config
 PSEUDO_FILE_PREFIX = "base64:"
 _Attributes = Mapping[str, tuple[str, ...]]
