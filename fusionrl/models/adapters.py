@@ -14,7 +14,7 @@ from math import sqrt
 from pydantic import BaseModel, ConfigDict, Field
 
 from fusionrl.models import families
-from fusionrl.models.rules import Rule, Split
+from fusionrl.models.rules import Rule, Sizes, Split
 from fusionrl.models.shape import ModelShape
 
 ALL_LINEAR = "all-linear"
@@ -107,6 +107,11 @@ def sample_rules(shape: ModelShape, spec: AdapterSpec) -> tuple[tuple[Rule, ...]
 def targeted_names(shape: ModelShape, spec: AdapterSpec) -> frozenset[str]:
     """Return the Hugging Face names of the weights that have an adapter."""
     return frozenset(name for rule in families.model_rules(shape).values() for name in spec.targeted(rule))
+
+
+def peft_sizes(shape: ModelShape, spec: AdapterSpec) -> dict[str, Sizes]:
+    """PEFT's name → sizes of every tensor of the adapters."""
+    return {name: sizes for rule in adapter_rules(shape, spec).values() for name, sizes in rule.hf.items()}
 
 
 def num_adapter_parameters(shape: ModelShape, spec: AdapterSpec) -> int:

@@ -6,16 +6,21 @@ lost: `Merger.losses` measures how much of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusionrl.models import convert
-from fusionrl.models.adapters import ADAPTER
-from fusionrl.models.rules import Rule
+from fusionrl.models import convert, families
+from fusionrl.models.adapters import ADAPTER, AdapterSpec, peft_module, peft_sizes, targeted_names
+from fusionrl.models.hf_io import HFReader
+from fusionrl.models.rules import Rule, Sizes
+from fusionrl.models.shape import ModelShape
 from fusionrl.weights.remote_calls import MergeLosses
+
+ReadTensor = Callable[[str, Sizes], Tensor]
+"""Reads a tensor by its name and sizes."""
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -27,6 +32,26 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, 
     """
     added = (b.float() @ a.float()).mul_(scale)
     return weight.float() + added, added
+
+
+def merged_tensors(
+    base: HFReader, shape: ModelShape, spec: AdapterSpec, factor: ReadTensor
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of a model's folder, one by one, with adapters added, in the folder's precision.
+
+    `factor` reads a tensor of the adapters. What the folder has in fp8 is in bf16.
+    """
+    in_fp8 = base.quantization.names if base.quantization is not None else frozenset()
+    targeted, sizes = targeted_names(shape, spec), peft_sizes(shape, spec)
+    for name, own in families.hf_shapes(shape).items():
+        if name not in base.names and name not in targeted:
+            continue  # optional
+        weight = base.get(name, own)
+        dtype = torch.bfloat16 if name in in_fp8 else weight.dtype
+        if name in targeted:
+            a, b = (f"{peft_module(name)}.lora_{letter}.weight" for letter in "AB")
+            weight, _ = merged(weight, factor(a, sizes[a]), factor(b, sizes[b]), spec.scale)
+        yield name, weight.to(dtype)
 
 
 @dataclass(frozen=True)

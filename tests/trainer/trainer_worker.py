@@ -160,7 +160,7 @@ def set_head(actor: Any, value: float) -> None:
 
 
 def gathered(
-    actor: Any, dtype: str, quantization: BlockFp8 | None = None
+    actor: Any, dtype: str, quantization: BlockFp8 | None = None, is_merged: bool = False
 ) -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]]:
     """A push's tensors that this rank is the source of; each tensor's name, stage and size; and the whole export."""
     import torch
@@ -173,7 +173,8 @@ def gathered(
 
     trained = actor.trained
     place = actor.shape, actor.layout, actor.rank, dtype, actor.device
-    exporter = Exporter(trained.chunks, trained.transformer, *place, quantization=quantization)
+    merged = actor.adapter_spec if is_merged else None
+    exporter = Exporter(trained.chunks, trained.transformer, *place, quantization=quantization, merged=merged)
     exporter.settle()
     tensors = exporter.tensors(dist.group.WORLD)
     plan = plan_push(tensors, actor.layout, 1, 3_000, actor.shape.num_experts)

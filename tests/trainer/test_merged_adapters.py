@@ -1,0 +1,58 @@
+"""Adapters of every family: the trainer computes as transformers does with the merged weights, and pushes these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fusionrl.models.adapters import peft_sizes
+from fusionrl.models.hf_io import HFReader, save_hf
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.adapters import adapters_of
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.weights.merge import merged_tensors
+from tests.trainer import hf_models, trainer_worker
+from tests.trainer.trainer_worker import Samples, adapter_value, config_of
+
+NAMES = [*(name for name in hf_models.FAMILIES if name != "gpt_oss"), *hf_models.PLUGINS]  # its stacks have none
+DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+FLAGS = {"lora_rank": 4, "lora_alpha": 16.0}
+
+
+def merged_model(folder: Path, model: Any, config: Any, out: Path) -> Any:
+    """Write the folder of the merged model, as `fusionrl export --merge` does; transformers reads it."""
+    shape = read_model_shape(folder)
+    spec = adapters_of(config, shape)
+    assert spec is not None and peft_sizes(shape, spec)
+    tensors = merged_tensors(
+        HFReader(folder), shape, spec, lambda name, sizes: torch.from_numpy(adapter_value(name, sizes))
+    )
+    save_hf(out, folder, tensors, write=True)
+    return type(model).from_pretrained(out, config=model.config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_log_probs_and_pushes_are_those_of_merged_weights(workers, hf, tmp_path, family):
+    folder, model = hf(family, False)
+    config = config_of(folder, **FLAGS)
+    merged = merged_model(folder, model, config, tmp_path / "merged")
+    samples = Samples(5, seed=3)
+    want, base = hf_models.all_log_probs(merged, samples), hf_models.all_log_probs(model, samples)
+    assert np.abs(want - base).max() > 1e-2, "the adapters change something"
+    files = load_file(tmp_path / "merged" / "model.safetensors")
+    for size in (1, 2):
+        workers.start(config, TrainerLayout(size, tp=size))
+        workers.run(trainer_worker.draw_adapters)
+        (shard,) = samples.shards(micro=3)
+        difference = np.abs(np.concatenate(workers.call("score", shard)[0]) - want).max()
+        assert difference <= (1e-4 if family in DELTA else 5e-6), f"{difference:.1e} on {size} ranks"
+        found = workers.run(trainer_worker.gathered, "float32", None, True)
+        sent = {name: tensor for rank, _, _ in found for name, tensor in rank.items()}
+        for name, tensor in found[0][2].items():
+            assert torch.equal(tensor, sent[name]), f"{name}: a push by parts and an export differ"
+            torch.testing.assert_close(tensor, files[name], rtol=0, atol=1e-6)
