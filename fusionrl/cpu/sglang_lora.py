@@ -3,10 +3,12 @@
 * There is no pinned memory without a GPU.
 * SGLang widens the MLP of an engine with several ranks to a multiple of 32 on each, but not what is multiplied with it
   in an adapter; a rank's part is then cut out in the wrong place. Zeros widen the adapter as the weights.
+* Latent attention multiplies with its `kv_b_proj` in two halves, whose adapter is added by kernels for a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ def register() -> None:
     for name in _MODULES:
         when_imported(name, _unpin)
     when_imported("sglang.srt.lora.layers", _widen)
+    when_imported("sglang.srt.lora.deepseek_mla_correction", _correct_latent)
     torch.Tensor.pin_memory = lambda self, *_, **__: self
 
 
@@ -65,3 +68,36 @@ def _widen(layers: ModuleType) -> None:
         return part
 
     rows.slice_lora_b_weights, columns.slice_lora_a_weights = slice_lora_b_weights, slice_lora_a_weights
+
+
+def _correct_latent(corrections: ModuleType) -> None:
+    vars(corrections).update(apply_q_correction=add_to_queries, apply_v_correction=add_to_values)
+
+
+def add_to_queries(attention: Any, queries: Tensor, out: Tensor) -> Tensor:
+    """Add queries [S, H, k] · scale · B_k A to `out` [S, H, latent], what they are in the latent space."""
+    for rows, a, b, scale in _segments(attention):
+        out[rows] += scale * torch.einsum("shk,hkr,rl->shl", queries[rows], b[:, : queries.size(-1)], a)
+    return out
+
+
+def add_to_values(attention: Any, attended: Tensor, out: Tensor) -> Tensor:
+    """Add attended [S, H, latent] · scale · (B_v A)ᵀ to `out` [S, H · v]."""
+    size = attention.v_head_dim
+    for rows, a, b, scale in _segments(attention):
+        values = torch.einsum("shl,rl,hvr->shv", attended[rows], a, b[:, -size:])
+        out.view(-1, attention.num_local_heads, size)[rows] += scale * values
+    return out
+
+
+def _segments(attention: Any) -> Iterator[tuple[slice, Tensor, Tensor, float]]:
+    """Yield (its tokens, A [r, latent], B [H, k + v, r], scale) of each adapter of a batch."""
+    module, start = attention.kv_b_proj, 0
+    batch = module.lora_backend.batch_info
+    if not module.set_lora or batch is None:
+        return
+    for slot, count in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=True):
+        rows, start = slice(start, start + count), start + count
+        if rank := int(batch.lora_ranks_cpu[slot]):
+            b = module.B_buffer[slot, :, :rank].unflatten(0, (attention.num_local_heads, -1))
+            yield rows, module.A_buffer[slot, :rank], b, float(batch.scalings_cpu[slot])

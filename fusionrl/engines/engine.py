@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fusionrl.base.socket_folder import socket_folder
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
@@ -22,10 +23,12 @@ from fusionrl.engines.spec import EngineSpec, server_command, server_environment
 from fusionrl.models.engine_config import text_view
 from fusionrl.models.scorers import read_scorer
 from fusionrl.models.weight_files import stored_tensors
+from fusionrl.observe.spans import phase
 
 __all__ = ["EngineActor", "EngineSpec"]
 
 _MAX_TMPDIR_BYTES = 60  # SGLang's sockets have names of up to 30 behind it
+_ROOM_POLL_S = 0.2  # between two tries to load an adapter where there is no room
 _HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
@@ -96,6 +99,7 @@ class EngineActor(EngineControl):
             if path == "/health_generate" and self.spec.device == "cpu":
                 # /health_generate sleeps a second before it looks for the token.
                 payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+                payload |= {"lora_path": "base"} if self.spec.adapters else {}
                 path = "/classify" if self.spec.role == "reward-model" else "/generate"
                 super()._call("POST", path, payload, timeout_s=60.0)
             else:
@@ -185,6 +189,45 @@ class EngineActor(EngineControl):
 
     def drop_local_copy(self, local_folder: str) -> None:
         shutil.rmtree(local_folder, ignore_errors=True)
+
+    # ---- adapters
+
+    @phase("load adapters")
+    def load_adapters(self, version: int, adapters: Mapping[str, Mapping[str, Any]] | str, timeout_s: float) -> None:
+        """Load adapters as `version`, while requests run; wait while those of older versions leave no room.
+
+        adapters  name → the bytes of each file of its PEFT folder by the file's name, or the path of these folders
+        """
+        from fusionrl.engines.adapter_versions import NO_ROOM
+
+        if isinstance(adapters, str):
+            folders = sorted(Path(adapters).iterdir())
+            adapters = {folder.name: {file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders}
+        deadline = time.monotonic() + timeout_s
+        assert self._scratch is not None, "the server is started"
+        for name, files in adapters.items():
+            folder = os.path.join(self._scratch.name, f"{name}-{version}")
+            try:
+                self.write_files(folder, files)
+                while True:
+                    try:
+                        self._post("/load_lora_adapter", {"lora_name": f"{name}@{version}", "lora_path": folder})
+                        break
+                    except EndpointError as error:
+                        if NO_ROOM not in str(error) or time.monotonic() > deadline:
+                            raise
+                    time.sleep(_ROOM_POLL_S)
+            finally:
+                self.remove_files(folder)
+
+    def write_files(self, folder: str, files: Mapping[str, Any]) -> None:
+        """Write a folder on each host of the engine."""
+        os.makedirs(folder, exist_ok=True)
+        for name, data in files.items():
+            Path(folder, name).write_bytes(memoryview(data))
+
+    def remove_files(self, folder: str) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
 
     # ---- calls
 

@@ -11,6 +11,7 @@ from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_command
 from fusionrl.config.run_parts import uses_trainers
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.models.engine_config import pushed_arguments
+from fusionrl.plan.adapters import adapter_folders, adapter_slots, adapters_of, target_modules
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.ray_cluster import Bundle
@@ -62,6 +63,7 @@ def engine_specs(
             num_threads=config.rollout.engine_num_threads,
             server_args=_server_args(config, plan, role, index),
             images=image_settings(config, plan.shape) if role == "engine" else None,
+            adapters=tuple(adapter_folders(config)) if role == "engine" and plan.lora_push == "adapter" else (),
             role=role,
             wrapper=_wrapper(config, role, index, Path(log_dir).parent),
             num_nodes=len(parts),
@@ -128,6 +130,8 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
         check_settings(images, plan.device, server_args, prefix)
     if plan.engines_give_memory:
         server_args.setdefault("enable_memory_saver", True)
+    if plan.lora_push == "adapter":
+        server_args = _adapter_args(config, plan) | server_args
     if config.algorithm.use_rollout_routing_replay and plan.device == "cuda":
         server_args.setdefault("enable_return_routed_experts", True)
         is_stacked = any(mlp.has_whole_experts for mlp in plan.shape.mlp)  # gpt-oss
@@ -146,10 +150,28 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
         server_args |= pushed
     needed = {
         # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
-        "disable_radix_cache": pause_mode(config, plan) == "in_place",
+        # A version of an adapter has a prefix cache of its own.
+        "disable_radix_cache": pause_mode(config, plan) == "in_place" and plan.lora_push != "adapter",
         "incremental_streaming_output": config.rollout.stream_responses,  # else each event repeats all tokens so far
     }
     for name in [name for name, is_needed in needed.items() if is_needed]:
         if not server_args.setdefault(name, True):
             raise ValueError(f"{prefix}{name.replace('_', '-')}=false: {_NOT_OFF[name]}; leave it out")
     return server_args
+
+
+def _adapter_args(config: Config, plan: Plan) -> dict[str, object]:
+    """Return the ServerArgs fields of an engine that gets adapters by themselves."""
+    spec = adapters_of(config, plan.shape)
+    assert spec is not None, "the run has adapters"
+    args: dict[str, object] = {
+        "enable_lora": True,
+        "max_lora_rank": spec.rank,
+        "lora_target_modules": sorted(target_modules(plan.shape, spec)),
+        "max_loras_per_batch": adapter_slots(len(adapter_folders(config)), plan.knobs),
+    }
+    if plan.device == "cpu":
+        args["lora_backend"] = "torch_native"
+    if plan.engines_give_memory:  # else the weights would have to be pushed again each time
+        args["enable_weights_cpu_backup"] = True
+    return args

@@ -7,7 +7,8 @@ one of them does: an engine dies and is replaced as a whole.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -107,6 +108,18 @@ class MultiNodeEngineWorker(EngineWorker):
         if self._fault is not None:
             raise RuntimeError(f"{purpose}: {self._fault}")
         return super()._living(purpose)
+
+    # ---- the hosts' copies of adapters, at the same place
+
+    def write_files(self, folder: str, files: Mapping[str, Any]) -> None:
+        writes = [part.write_files.remote(folder, files) for part in self._parts]
+        super().write_files(folder, files)
+        ray.get(writes)
+
+    def remove_files(self, folder: str) -> None:
+        ends = [part.remove_files.remote(folder) for part in self._parts]
+        super().remove_files(folder)
+        _wait(ends)
 
     # ---- the hosts' copies of the weights
 

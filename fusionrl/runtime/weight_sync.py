@@ -16,7 +16,7 @@ from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.ray_cluster import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.weights.disk_push import drop_files, push_by_disk
-from fusionrl.weights.push import push_weights
+from fusionrl.weights.push import push_adapters, push_weights
 from fusionrl.weights.remote_calls import merge_loss, wait_all
 from fusionrl.weights.verify import Verification, WeightMismatch
 
@@ -48,6 +48,7 @@ class WeightSync:
         self._is_loss_told = False
         self._targets: list[EngineTarget] = []
         self._feeds: list[Feed] = []
+        self._have_base = set[tuple[int, int]]()  # processes of engines that get no more than adapters
         folder = config.weights.update_weight_local_checkpoint_dir
         name = f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
         # On each host of engines, this run's folder in --update-weight-local-checkpoint-dir.
@@ -146,6 +147,19 @@ class WeightSync:
             self._engines.resume_memory(CACHES, is_last=True)
 
     def _transfer(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
+        """Push what has changed: weights, or adapters, before which an engine gets the weights once."""
+        if self._plan.lora_push != "adapter":
+            return self._transfer_weights(version, targets)
+        new = {(target.index, target.num_restarts): target for target in targets}
+        lacking = [target for process, target in new.items() if process not in self._have_base]
+        metrics = self._transfer_weights(version, lacking) if lacking else {}
+        self._have_base |= new.keys()
+        timeout_s = self._config.weights.update_weight_timeout_s
+        adapters = push_adapters(self._trainers.actors, targets, version=version, timeout_s=timeout_s)
+        added = ("perf/time_sync_s", "sync/prepare_s", "sync/pause_s", "sync/bytes", "sync/calls")
+        return metrics | adapters | {name: metrics.get(name, 0.0) + adapters[name] for name in added}
+
+    def _transfer_weights(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport
         assert transport is not None
         mode, timeout_s = pause_mode(self._config, self._plan), weights.update_weight_timeout_s
@@ -159,10 +173,11 @@ class WeightSync:
                 pause_mode=mode,
                 timeout_s=timeout_s,
             )
+        reached = {target.index for target in targets}
         return push_weights(
             self._trainers.actors,
             targets,
-            self._feeds,
+            [feed for feed in self._feeds if feed.engine in reached],
             version=version,
             transport=transport,
             pause_mode=mode,

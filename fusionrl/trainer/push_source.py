@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import phase
+from fusionrl.plan.adapters import adapter_folders
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.trainer.trainer_base import TrainerBase
@@ -45,6 +47,34 @@ class PushSource(TrainerBase):
         with phase("push", version=version):
             return self._sender.send(targets, feeds, version, transport)
 
+    @phase("push adapters")
+    def push_adapters(self, targets: Sequence[EngineTarget], version: int, timeout_s: float) -> SendReport:
+        """Send the adapters; collective over the trainers, of which rank 0 sends."""
+        from fusionrl.models.hf_io import iter_hf_tensors
+        from fusionrl.weights.adapters import drop_files, engine_files, send_files, write_files
+        from fusionrl.weights.remote_calls import new_send_report
+
+        spec = self.adapter_spec
+        assert spec is not None, "the run has adapters"
+        self.reload(only_weights=True)
+        adapters = {}
+        for name in adapter_folders(self.config):
+            tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape, adapters=spec)
+            if self.rank == 0:
+                adapters[name] = engine_files(tensors, spec, self.shape, self._engine_dtype)
+            else:
+                collections.deque(tensors, maxlen=0)
+        if self.rank != 0:
+            return new_send_report()
+        num_bytes = sum(data.nbytes for files in adapters.values() for data in files.values())
+        if self.plan.transport != "disk":
+            return send_files(adapters, num_bytes, targets, version, timeout_s)
+        folder = self._disk_folder
+        sent = send_files(write_files(folder, version, adapters), num_bytes, targets, version, timeout_s)
+        if not self.config.weights.update_weight_disk_keep_files:
+            drop_files(folder, version)
+        return sent
+
     @phase("write weights")
     def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
         """As `DiskWriter.write`; then call the user's function, for which `engines` are."""
@@ -59,6 +89,10 @@ class PushSource(TrainerBase):
         """Remove the files of versions other than `keep`; asked of rank 0 alone."""
         if self._disk is not None:
             self._disk.drop(keep)
+            if self.plan.lora_push == "adapter":
+                from fusionrl.weights.adapters import drop_files
+
+                drop_files(self._disk_folder, keep)
 
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """Return the checksums that each rank of an engine of `tp_size` should have; collective over the trainers."""
@@ -80,6 +114,14 @@ class PushSource(TrainerBase):
         """The adapters that a push adds to the weights."""
         return self.adapter_spec if self.plan.lora_push == "merged" else None
 
+    @property
+    def _engine_dtype(self) -> str:
+        return "float32" if self.plan.rollout_dtype == "fp32" else "bfloat16"
+
+    @property
+    def _disk_folder(self) -> str:
+        return self.config.weights.update_weight_disk_dir or str(Path(self.run_dir, "weights"))
+
     def _exporter(self, shape: ModelShape | None = None) -> Exporter:
         from fusionrl.weights.export import Exporter
 
@@ -89,7 +131,7 @@ class PushSource(TrainerBase):
             shape or self.plan.pushed_shape,
             self.layout,
             self.rank,
-            "float32" if self.plan.rollout_dtype == "fp32" else "bfloat16",
+            self._engine_dtype,
             self.device,
             reload=lambda: self.reload(only_weights=True),
             quantization=self.plan.quantization,
@@ -134,7 +176,7 @@ class PushSource(TrainerBase):
         total = self.plan.pushed_shape.num_parameters * (4 if self.plan.rollout_dtype == "fp32" else 2)
         assert self.config.model.hf_checkpoint is not None
         options = DiskOptions(
-            folder=weights.update_weight_disk_dir or str(Path(self.run_dir, "weights")),
+            folder=self._disk_folder,
             source=self.config.model.hf_checkpoint,
             keeps_base=weights.update_weight_mode == "delta",
             encoding=weights.update_weight_delta_encoding,

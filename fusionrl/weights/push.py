@@ -77,6 +77,28 @@ def push_weights(
     }
 
 
+def push_adapters(
+    trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget], *, version: int, timeout_s: float
+) -> dict[str, float]:
+    """Bring every engine, which has the weights, to the trainers' adapters of `version`; metrics as `push_weights`.
+
+    No engine pauses: running requests keep the version that they began with (`engines/adapter_versions.py`).
+    """
+    start = time.perf_counter()
+    push = PushCalls(trainers, targets, start + timeout_s)
+    with span("transfer"):
+        sent: list[SendReport] = push.ask_trainers("push_adapters", list(targets), version, timeout_s)
+    totals = _totals(sent, len(targets))
+    seconds = time.perf_counter() - start
+    return {
+        "perf/time_sync_s": seconds,
+        "sync/prepare_s": seconds - totals["sync/transfer_s"],
+        "sync/pause_s": 0.0,
+        "sync/version": float(version),
+        **totals,
+    }
+
+
 @dataclass(frozen=True)
 class PushCalls:
     """The calls of one push: its participants, and its deadline by time.perf_counter."""

@@ -1,0 +1,91 @@
+"""The trainers' half of an adapter push: the files of PEFT folders, in the engines' precision, to each engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from fusionrl.models.adapters import AdapterSpec, peft_module
+from fusionrl.models.families import hf_shapes
+from fusionrl.models.peft_config import CONFIG, WEIGHTS, peft_config
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.push import EngineTarget
+from fusionrl.weights.gather import DTYPES
+from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, wait_all
+
+Files = Mapping[str, np.ndarray]
+"""Name → bytes of each file of a folder, uint8: an array, which processes of a node share."""
+
+# Modules that engines have as one: SGLang takes an adapter of all of them.
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_FOLDER = "adapter_v{version:06d}"
+
+
+def engine_files(tensors: Iterable[tuple[str, Tensor]], spec: AdapterSpec, shape: ModelShape, dtype: str) -> Files:
+    """Return the files of an adapter for engines; `tensors` as of `iter_hf_tensors` with `spec`.
+
+    SGLang multiplies by lora_alpha / r, whatever else the config says.
+    """
+    named = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors}
+    named |= _missing(named, spec.rank, shape)
+    plain = spec.model_copy(update={"alpha": spec.scale * spec.rank, "use_rslora": False})
+    config = json.dumps(peft_config(plain, shape, ""), indent=2).encode()
+    return {name: np.frombuffer(data, np.uint8) for name, data in ((CONFIG, config), (WEIGHTS, save(named)))}
+
+
+def _missing(named: Mapping[str, Tensor], rank: int, shape: ModelShape) -> dict[str, Tensor]:
+    """Return zeros for modules without an adapter that engines have as one with modules that do."""
+    found: dict[str, Tensor] = {}
+    for hf, sizes in hf_shapes(shape).items():
+        of, _, leaf = peft_module(hf).rpartition(".")
+        siblings = next((modules for modules in _JOINED if leaf in modules), ())
+        like = next((f"{of}.{name}.lora_A.weight" for name in siblings if f"{of}.{name}.lora_A.weight" in named), None)
+        if like is not None and f"{of}.{leaf}.lora_A.weight" not in named:
+            found[f"{of}.{leaf}.lora_A.weight"] = torch.zeros_like(named[like])
+            found[f"{of}.{leaf}.lora_B.weight"] = named[like].new_zeros(sizes[0], rank)
+    return found
+
+
+def write_files(folder: str, version: int, adapters: Mapping[str, Files]) -> str:
+    """Write a PEFT folder for each adapter (`--update-weight-transport disk`); return the folder of the version."""
+    place = Path(folder, _FOLDER.format(version=version))
+    partial = place.with_name(place.name + ".partial")
+    for old in (place, partial):  # of a push that failed elsewhere
+        shutil.rmtree(old, ignore_errors=True)
+    for adapter, files in adapters.items():
+        (partial / adapter).mkdir(parents=True)
+        for name, data in files.items():
+            (partial / adapter / name).write_bytes(data.data)
+    partial.rename(place)
+    return str(place)
+
+
+def drop_files(folder: str, keep: int | None) -> None:
+    """Remove the folders of all versions but `keep`."""
+    for place in Path(folder).glob("adapter_v*"):
+        if keep is None or place.name != _FOLDER.format(version=keep):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def send_files(
+    adapters: Mapping[str, Files] | str, num_bytes: int, targets: Sequence[EngineTarget], version: int, timeout_s: float
+) -> SendReport:
+    """Let each engine load the adapters, or those of a folder that its node can read, at once."""
+    import ray
+
+    report, start = new_send_report(), time.time()
+    shared = ray.put(adapters) if ray.is_initialized() else adapters  # one copy for all engines of a node
+    calls = [
+        (f"engine {t.index}: load adapters", t.handle.load_adapters.remote(version, shared, timeout_s)) for t in targets
+    ]
+    wait_all(calls, timeout_s)
+    note_sent(report, start, num_bytes=num_bytes, num_calls=len(calls))
+    return report
