@@ -71,8 +71,8 @@ def checked_shape(config: Config) -> ModelShape:
         if reference != shape.trunk:
             raise ValueError(f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint")
         check_weight_files(config.model.ref_load, "--ref-load")
-    if config.model.megatron_checkpoint is not None and not Path(config.model.megatron_checkpoint).is_dir():
-        raise ValueError(f"--megatron-checkpoint {config.model.megatron_checkpoint}: there is no such folder")
+    if config.model.megatron_checkpoint is not None:
+        weights_folder(config.model.megatron_checkpoint)
     return shape
 
 

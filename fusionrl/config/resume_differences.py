@@ -21,7 +21,8 @@ _NOTES = {
     "rollout_seed": _ORDER,
     "rollout_shuffle": _ORDER,
     "seed": "the random states are the checkpoint's, in another layout they are new",
-    "hf_checkpoint": "the trained weights are the checkpoint's; tokenizer and reference model come from the new folder",
+    "hf_checkpoint": "what was trained is the checkpoint's; tokenizer, reference model and the base of adapters come"
+    " from the new folder",
 }
 _LENGTHS = frozenset(
     {

@@ -70,13 +70,9 @@ class PeftFolder:
         here, where = self.spec, f"{self.flag} {self.folder}: the adapter there"
         if spec.rank != here.rank:
             raise ValueError(f"{where} has rank {here.rank}; give --lora-rank {here.rank}, not {spec.rank}")
-        if spec.use_rslora != here.use_rslora:
-            cure = "give" if here.use_rslora else "leave out"
-            raise ValueError(
-                f"{where} is {'' if here.use_rslora else 'not '}scaled by rsLoRA; {cure} --lora-use-rslora"
-            )
-        if not isclose(spec.alpha, here.alpha):
-            raise ValueError(f"{where} has lora_alpha {here.alpha:g}; give --lora-alpha {here.alpha:g}")
+        if not isclose(spec.scale, here.scale):
+            flag = " --lora-use-rslora" if here.use_rslora else " without --lora-use-rslora" if spec.use_rslora else ""
+            raise ValueError(f"{where} has lora_alpha {here.alpha:g}; give --lora-alpha {here.alpha:g}{flag}")
         if adapter_rules(self.shape, spec).keys() != adapter_rules(self.shape, here).keys():
             cure = f"give --target-modules {' '.join(here.targets)}"
             raise ValueError(f"{where} is not one of the modules of --target-modules and --exclude-modules; {cure}")
@@ -152,18 +148,25 @@ def _read_config(folder: Path, flag: str) -> Mapping[str, object]:
 
 
 def peft_config(spec: AdapterSpec, shape: ModelShape, base: str) -> dict[str, object]:
-    """Return adapter_config.json of a run's adapters on the model `base`."""
-    modules = {name.rpartition(".lora_")[0] for rule in adapter_rules(shape, spec).values() for name in rule.hf}
+    """Return adapter_config.json of a run's adapters on the model `base`.
+
+    PEFT 0.21 joins gate and up of experts in an adapter of twice the rank and alpha, which rsLoRA would scale by √2:
+    adapters of experts get the alpha that scales them alike without it.
+    """
+    rules = adapter_rules(shape, spec).values()
+    modules = {name.rpartition(".lora_")[0] for rule in rules for name in rule.hf}
     names = _shortest({name.removeprefix(PEFT_PREFIX) for name in modules}, shape)
+    is_plain = any(rule.expert is not None for rule in rules)
+    alpha = spec.scale * spec.rank if is_plain else spec.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": spec.rank,
-        "lora_alpha": int(spec.alpha) if spec.alpha.is_integer() else spec.alpha,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": spec.dropout,
-        "use_rslora": spec.use_rslora,
+        "use_rslora": spec.use_rslora and not is_plain,
         "target_modules": [_whole(name, shape) for name in names],
         "bias": "none",
     }

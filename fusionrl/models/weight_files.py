@@ -50,6 +50,7 @@ def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
         candidates = [folder / (latest if latest == "release" else f"iter_{int(latest):07d}")]
     for candidate in candidates:
         if (candidate / ".metadata").is_file():
+            _check_has_weights(candidate, flag)
             return candidate
     if any(list(candidate.glob("mp_rank_*")) for candidate in candidates):
         raise ValueError(
@@ -57,6 +58,20 @@ def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
             "save it again with --ckpt-format torch_dist"
         )
     raise ValueError(f"{flag} {path}: it has no Megatron checkpoint (no .metadata, no {TRACKER})")
+
+
+def _check_has_weights(folder: Path, flag: str) -> None:
+    """Refuse a checkpoint of a run with adapters."""
+    try:
+        adapted = json.loads((folder / "fusionrl.json").read_text(encoding="utf-8")).get("adapted")
+    except (OSError, ValueError, AttributeError, RecursionError):  # not of our own; who loads it finds the damage
+        return
+    if adapted:
+        base = adapted.get("base") if isinstance(adapted, dict) else None
+        raise ValueError(
+            f"{flag} {folder}: it has adapters alone, of the base in {base}; merge them into it (fusionrl export"
+            " --merge) and give the result as --hf-checkpoint"
+        )
 
 
 def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> None:

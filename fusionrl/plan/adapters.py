@@ -8,6 +8,7 @@ from typing import Literal
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.run_parts import uses_engines, uses_trainers
+from fusionrl.models.adapted import Adapted, base_identity
 from fusionrl.models.adapters import AdapterSpec, checked_spec, sample_rules
 from fusionrl.models.families import get_family
 from fusionrl.models.kinds import Delta
@@ -45,6 +46,18 @@ def adapters_of(config: Config, shape: ModelShape) -> AdapterSpec | None:
         excluded=tuple(lora.exclude_modules),
     )
     return checked_spec(spec, shape)
+
+
+def adapted_of(config: Config, shape: ModelShape) -> Adapted | None:
+    """Return what checkpoints have of a run with adapters, with the identity of their base; None: they have weights.
+
+    Raises ValueError as `checked_spec`, and if the base cannot be read.
+    """
+    spec, model = adapters_of(config, shape), config.model
+    if spec is None:
+        return None
+    base = str(model.megatron_checkpoint or model.hf_checkpoint)
+    return Adapted(adapters=spec, base=base, identity=None if model.debug_random_weights else base_identity(base))
 
 
 def adapter_folders(config: Config) -> dict[str, str | None]:

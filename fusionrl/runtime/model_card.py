@@ -46,7 +46,11 @@ def write_model_card(folder: Path, config: Config, plan: Plan, rows: Sequence[Ro
 def model_card(title: str, config: Config, plan: Plan, rows: Sequence[Row], *, has_curves: bool, has_base: bool) -> str:
     """Return the card's text. `rows`: of metrics.jsonl."""
     base = _shown(config.model.hf_checkpoint)
-    head = {"base_model": base, "library_name": "transformers", "tags": ["fusionrl", config.run.mode]}
+    head = {
+        "base_model": base,
+        "library_name": "peft" if config.lora.lora_rank else "transformers",
+        "tags": ["fusionrl", config.run.mode],
+    }
     if config.run.mode == "rl":
         head["tags"] = ["fusionrl", "reinforcement-learning", config.algorithm.advantage_estimator]
     parts = [

@@ -10,7 +10,9 @@ from fusionrl.base.log_suppression import quiet
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import has_own_source
 from fusionrl.data.sample_json import SourceState
+from fusionrl.models.adapted import adapted_difference, saved_in
 from fusionrl.models.shape import shape_difference
+from fusionrl.plan.adapters import adapted_of
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints
 
@@ -52,15 +54,19 @@ def nothing_left(config: Config, plan: Plan) -> str | None:
 def _model_errors(path: Path, config: Config, plan: Plan) -> list[str]:
     if plan.layout is None or config.run.mode == "reject-sampling":  # whose checkpoints have no trainers
         return []
-    shapes = {"trainer": plan.shape} | ({plan.auxiliary.role: plan.auxiliary.shape} if plan.auxiliary else {})
+    adapted = adapted_of(config, plan.shape)
+    models = {"trainer": (plan.shape, adapted)}
+    if plan.auxiliary:
+        models[plan.auxiliary.role] = plan.auxiliary.shape, None
     errors = []
-    for name, shape in shapes.items():
+    for name, (shape, adapters) in models.items():
         if not (path / name).is_dir():
             errors.append(f"checkpoint {path}: it has no {name}; give the --mode and the estimator of the run's start")
             continue
         try:
             description = json.loads((path / name / "fusionrl.json").read_text(encoding="utf-8"))
             difference = shape_difference(path / name, description["shape"], shape)
+            difference = difference or adapted_difference(path / name, saved_in(description), adapters, shape)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # the trainers say what is wrong with it
         if difference is not None:

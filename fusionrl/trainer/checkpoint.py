@@ -1,6 +1,7 @@
 """Checkpoints of the trainer: Megatron's dist_checkpointing, published atomically.
 
 A checkpoint is a folder: Megatron's sharded files and `fusionrl.json` (layout, counters, the model's shape).
+With adapters it has these in place of the weights, and `fusionrl.json` names the base that they belong to.
 It is written under another name and renamed by rank 0 when it is complete, so that a folder of its name can
 be loaded. The optimizer's state is stored in the fully reshardable form: it loads at another tensor,
 pipeline, context or data parallel size. RNG states belong to ranks and are restored where the layout is the
@@ -25,14 +26,19 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.base.file_hashes import check_facts, facts_of
-from fusionrl.models.hf_io import gather_params
+from fusionrl.models import convert
+from fusionrl.models.adapted import Adapted, adapted_difference, saved_in
+from fusionrl.models.adapters import ADAPTER, adapter_rules
+from fusionrl.models.hf_io import gather_params, local_adapters
 from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.models.weight_files import TRACKER, weights_folder
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import megatron_versions
+from fusionrl.trainer.adapter_checkpoint import sharded_adapters
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
 from fusionrl.trainer.model import Trained, unwrap
 from fusionrl.trainer.safe_load import only_data
@@ -72,13 +78,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def state_hashes(trained: Trained) -> dict[str, str]:
-    """SHA-256 of this rank's weights, optimizer state and RNG states: equal only where all bits are."""
+    """SHA-256 of this rank's weights, optimizer state and RNG states: equal only where all bits are.
+
+    With adapters, of these in place of the weights.
+    """
     gather_params(trained.chunks)
     weights, optimizer = hashlib.sha256(), hashlib.sha256()
-    for chunk in trained.chunks:
-        for name, param in chunk.named_parameters():
-            weights.update(name.encode())
-            weights.update(_bytes_of(param))
+    params = [named for chunk in trained.chunks for named in chunk.named_parameters()]
+    for name, param in [named for named in params if ADAPTER in named[0]] or params:
+        weights.update(name.encode())
+        weights.update(_bytes_of(param))
     for inner in trained.optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:
             scalars = [group.get(name) for name in ("step", "lr", "weight_decay")]
@@ -121,12 +130,19 @@ def _load(folder: str, state: dict[str, Any], modules: Sequence[torch.nn.Module]
     return loaded
 
 
-def _sharded_state(trained: Trained, layout: TrainerLayout, rank: int, loading: bool, with_rng: bool) -> dict[str, Any]:
-    models = _weights_state(trained.chunks)
+def _trained_state(trained: Trained, shape: ModelShape, adapted: Adapted | None) -> Mapping[str, object]:
+    if adapted is None:
+        return _weights_state(trained.chunks)
+    return {"adapters": sharded_adapters(trained.chunks, shape, adapted.adapters)}
+
+
+def _sharded_state(
+    trained: Trained, weights: Mapping[str, object], layout: TrainerLayout, rank: int, loading: bool, with_rng: bool
+) -> dict[str, Any]:
     optimizer = trained.optimizer.sharded_state_dict(
-        models if len(models) > 1 else models["model"], is_loading=loading, metadata=_metadata()
+        weights if len(weights) > 1 else next(iter(weights.values())), is_loading=loading, metadata=_metadata()
     )
-    state = models | {"optimizer": optimizer, "scheduler": trained.scheduler.state_dict()}
+    state = {**weights, "optimizer": optimizer, "scheduler": trained.scheduler.state_dict()}
     if with_rng:
         state["rng"] = ShardedObject("rng", rng_state(), (layout.world_size,), (rank,), replica_id=0)
     return state
@@ -178,22 +194,26 @@ def begin_save(
     rank: int,
     counters: dict[str, int],
     writer: WriterProcess | None = None,
+    adapted: Adapted | None = None,
 ) -> Saving:
     """Take a copy of what is trained, which may then be trained on, for a checkpoint at `path`; collective.
 
     An incomplete checkpoint has ".partial" added to its name. `writer` writes meanwhile; without one the files are
-    written here, now.
+    written here, now. `adapted`: of a run that trains adapters.
     """
     partial = Path(path + ".partial")
     gather_params(trained.chunks)
     _make_anew(partial, partial, rank)
-    state = _sharded_state(trained, layout, rank, loading=False, with_rng=True)
+    weights = _trained_state(trained, shape, adapted)
+    state = _sharded_state(trained, weights, layout, rank, loading=False, with_rng=True)
     description = {
         "format": FORMAT,
         "layout": dataclasses.asdict(layout),
         "counters": counters,
         "shape": shape.model_dump(mode="json"),
     }
+    if adapted is not None:
+        description["adapted"] = adapted.model_dump(mode="json")
     return Saving(path, rank, _write_files(state, partial, writer), description)
 
 
@@ -279,16 +299,24 @@ def _check_backend(folder: str) -> None:
         raise ValueError(f"metadata.json names the backend {config.sharded_backend!r:.40}, not {_BACKEND}")
 
 
-def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
-    """Restore a checkpoint with its optimizer's options; collective.
+def load(
+    path: str,
+    trained: Trained,
+    layout: TrainerLayout,
+    shape: ModelShape,
+    rank: int,
+    adapted: Adapted | None = None,
+) -> dict[str, Any]:
+    """Restore a checkpoint with its optimizer's options; collective. `adapted`: of a run that trains adapters.
 
     Returns its counters, and `rng_restored`: whether the layout was the same. Raises ValueError for no complete
-    checkpoint, one of another model, or files of it that are missing or damaged.
+    checkpoint, one of another model, of other adapters or another base, or files of it that are missing or damaged.
     """
     description = read_description(path)
     try:
         same_layout = TrainerLayout(**description["layout"]) == layout
         difference = shape_difference(path, description["shape"], shape)
+        difference = difference or adapted_difference(path, saved_in(description), adapted, shape)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path}: another version wrote {DESCRIPTION} ({error})") from error
     if difference is not None:
@@ -296,10 +324,13 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     if description["format"] != WITHOUT_HASHES:
         _check_files(path, description, rank)
     try:
-        state = _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout)
-        state = _load(path, state, trained.chunks)
+        weights = _trained_state(trained, shape, adapted)
+        state = _sharded_state(trained, weights, layout, rank, loading=True, with_rng=same_layout)
+        state = _load(path, state, trained.chunks if adapted is None else [])
         # fp32 master weights are views of the parameters, which want gradients
         with torch.no_grad(), megatron_versions.groups_by_content():
+            for _, rule, tensor in local_adapters(trained.chunks, shape, adapted.adapters) if adapted else ():
+                tensor.copy_(state["adapters"][rule.megatron])
             trained.optimizer.load_state_dict(state["optimizer"])
         # The position alone: Megatron's loader would bring the saved schedule back in place of that of the flags.
         trained.scheduler.num_steps = operator.index(state["scheduler"]["num_steps"])
@@ -354,3 +385,26 @@ def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
         if rank == 0:
             (partial / TRACKER).write_text("release", encoding="utf-8")
             partial.rename(folder)
+
+
+def saved_adapters(path: str | Path, shape: ModelShape) -> tuple[Adapted, dict[str, torch.Tensor]]:
+    """Return what a checkpoint says of its adapters, and their whole tensors by PEFT's names; no collective.
+
+    Raises ValueError if it is no complete checkpoint with adapters of a model of this shape.
+    """
+    description = read_description(str(path))
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        adapted = saved_in(description)
+        if adapted is None:
+            raise ValueError("it has weights, and no adapters")
+        rules = adapter_rules(shape, adapted.adapters)
+        with only_data():
+            stored = FileSystemReader(path).read_metadata().state_dict_metadata
+            parts = {name: torch.empty(rule.sizes, dtype=stored[name].properties.dtype) for name, rule in rules.items()}
+            torch.distributed.checkpoint.load(parts, storage_reader=FileSystemReader(path), no_dist=True)
+    except (Exception, CheckpointException) as error:  # as in `load`
+        raise ValueError(f"checkpoint {path}: its adapters cannot be read ({_reason(error)})") from error
+    for name, rule in rules.items():
+        tensors |= zip(rule.hf, convert.take_apart(rule, parts[name]), strict=True)
+    return adapted, tensors

@@ -29,6 +29,7 @@ from torch import Tensor
 from fusionrl.models import convert
 from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.models.hf_io import local_adapters, local_tensors, split_group
+from fusionrl.models.peft_folder import load_peft
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
 
@@ -153,9 +154,17 @@ class Adapter(torch.nn.Module):
 
 
 def attach(
-    modules: Sequence[torch.nn.Module], transformer: TransformerConfig, shape: ModelShape, spec: AdapterSpec, seed: int
+    modules: Sequence[torch.nn.Module],
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    spec: AdapterSpec,
+    seed: int,
+    folder: str | None = None,
 ) -> None:
-    """Give adapters to a model's layers, with initial values, before it is wrapped for data parallelism."""
+    """Give adapters to a model's layers before it is wrapped for data parallelism.
+
+    Their values are those in `folder`, of PEFT's, or initial ones by the seed. Raises ValueError as `load_peft`.
+    """
     rules = adapter_rules(shape, spec)
     owners = {
         parameter: module
@@ -167,7 +176,10 @@ def attach(
         if spec.targeted(rule):
             owners[weight].adapter = Adapter(rule, spec, rules, transformer)
             owners[weight].register_forward_hook(_add)
-    initialize(modules, shape, spec, seed)
+    if folder is None:
+        initialize(modules, shape, spec, seed)
+    else:
+        load_peft(folder, modules, shape, spec)
 
 
 def _add(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:

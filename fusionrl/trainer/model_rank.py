@@ -19,7 +19,7 @@ from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import is_megatron_folder
 from fusionrl.observe.spans import phase, span
-from fusionrl.plan.adapters import adapters_of
+from fusionrl.plan.adapters import adapted_of, adapters_of
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.plan.vision import frozen_of
 
@@ -133,7 +133,8 @@ class ModelRank:
         if self.adapter_spec is not None:
             from fusionrl.trainer import lora
 
-            lora.attach(modules, transformer, self.shape, self.adapter_spec, config.run.seed)
+            start = config.run.seed, config.lora.lora_adapter_path
+            lora.attach(modules, transformer, self.shape, self.adapter_spec, *start)
         self.trained = build_training(config, modules, transformer, self.trainer_plan)
         from fusionrl.trainer.megatron_spans import record_megatron
 
@@ -209,27 +210,28 @@ class ModelRank:
 
         Raises ValueError, which names `flag`, if they are not of this model's shape.
         """
-        from fusionrl.models.hf_io import read_local_weights
+        from fusionrl.models.hf_io import gather_params, read_local_weights
         from fusionrl.trainer import checkpoint
         from fusionrl.trainer.weight_sets import WeightSet
 
+        self.reload()
         if not is_megatron_folder(folder):
             shape = read_model_shape(folder, flag, sees=self.shape.vision is not None)
             if (shape.with_value_head() if self.shape.value_head else shape) != self.shape.trunk:
                 raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
-            self.reload()
             # Scoring needs no layers of multi-token prediction.
             tensors = read_local_weights(folder, self.trained.chunks, self.shape.trunk, flag)
             self.weight_sets[name] = WeightSet(tensors)
             return
         # It is read into the model, which then gets its weights back.
-        self.keep_weights("current")
+        gather_params(self.trained.chunks)
+        current = WeightSet.of_model(self.trained.chunks, self.shape)
         checkpoint.load_weights(folder, self.trained.chunks, flag)
         self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
-        self.weight_sets.pop("current").put_back()
+        current.put_back()
 
     def keep_weights(self, name: str) -> None:
-        """Keep the weights that the model has now in host memory as the set `name`, for `score`."""
+        """Keep what is trained of the model as it is now in host memory as the set `name`, for `score`."""
         from fusionrl.models.hf_io import gather_params
         from fusionrl.trainer.weight_sets import WeightSet
 
@@ -238,7 +240,7 @@ class ModelRank:
         if name in self.weight_sets:
             self.weight_sets[name].update()
         else:
-            self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
+            self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape, self.adapter_spec)
 
     # ------------------------------------------------------------------------------------------- checkpoints
     def last_trained(self) -> int | None:
@@ -262,9 +264,8 @@ class ModelRank:
         self.finish_save()
         self.reload()
         counters = self.counters | {"rollout_id": rollout_id}
-        self._saving = checkpoint.begin_save(
-            path, self.trained, self.layout, self.shape, self.rank, counters, self._writer
-        )
+        place, adapted = (self.layout, self.shape, self.rank), adapted_of(self.config, self.shape)
+        self._saving = checkpoint.begin_save(path, self.trained, *place, counters, self._writer, adapted)
 
     def is_saved(self) -> bool:
         """Return whether `finish_save` would return at once, as far as this rank goes. Not a collective."""
@@ -298,7 +299,8 @@ class ModelRank:
         groups = self.trained.optimizer.param_groups
         # All of a group but its parameters and steps follows from flags, which a resume may change: --lr, say.
         options = [{name: value for name, value in g.items() if name not in ("params", "step")} for g in groups]
-        loaded = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank)
+        adapted = adapted_of(self.config, self.shape)
+        loaded = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank, adapted)
         self.counters = {name: int(loaded[name]) for name in self.counters}
         restored = Restored(
             rollout_id=self.counters["rollout_id"],
@@ -315,7 +317,7 @@ class ModelRank:
 
     @phase("save hf")
     def save_hf(self, path: str) -> None:
-        """Write the weights as a Hugging Face folder, with the other files of --hf-checkpoint.
+        """Write the weights as a Hugging Face folder, with the other files of --hf-checkpoint; adapters as PEFT's.
 
         Raises ValueError if `path` is there already.
         """
@@ -323,12 +325,16 @@ class ModelRank:
 
         from fusionrl.models import families
         from fusionrl.models.hf_io import iter_hf_tensors, save_hf
+        from fusionrl.models.peft_folder import write_peft
 
         self.reload()
-        source = self.config.model.hf_checkpoint
+        source, spec = self.config.model.hf_checkpoint, self.adapter_spec
         assert source is not None
-        tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape)
-        save_hf(path, source, tensors, write=self.rank == 0, kept=families.kept(self.shape))
+        tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape, adapters=spec)
+        if spec is None:
+            save_hf(path, source, tensors, write=self.rank == 0, kept=families.kept(self.shape))
+        else:
+            write_peft(path, spec, self.shape, source, tensors, write=self.rank == 0)
         dist.barrier()
 
     def state_hashes(self) -> dict[str, str]:

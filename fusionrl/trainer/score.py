@@ -123,10 +123,10 @@ def score_samples(
 
 @contextmanager
 def _lent(scorer: Scorer, weights: str) -> Iterator[None]:
-    """Within it the model computes with this set, of weights alone: without the adapters that are trained."""
-    chunks = scorer.trained.chunks
+    """Within it the model computes with this set: of weights alone, without the adapters that are trained."""
+    lent = scorer.weight_sets[weights]
     try:
-        with adapters_off(chunks), scorer.weight_sets[weights].lent():
+        with adapters_off([] if lent.has_adapters else scorer.trained.chunks), lent.lent():
             forget_images(scorer.trained)
             yield
     finally:

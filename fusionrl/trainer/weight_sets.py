@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fusionrl.models.hf_io import local_tensors
+from fusionrl.models.adapters import AdapterSpec
+from fusionrl.models.hf_io import local_adapters, local_tensors
 from fusionrl.models.shape import ModelShape
 from fusionrl.trainer.pinned_memory import Kept, PinnedMemory
 
@@ -16,17 +17,21 @@ from fusionrl.trainer.pinned_memory import Kept, PinnedMemory
 class WeightSet:
     """This rank's part of a set of weights, in host memory, in the model's precision.
 
-    `weights`: (parameter or buffer of the model, its value in this set).
+    weights       (parameter or buffer of the model, its value in this set)
+    has_adapters  some are adapters: the model computes with its adapters
     """
 
-    def __init__(self, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
-        memory = PinnedMemory()
+    def __init__(self, weights: Iterable[tuple[Tensor, Tensor]], has_adapters: bool = False) -> None:
+        memory, self.has_adapters = PinnedMemory(), has_adapters
         self._weights = [(param, _on_host(value.detach().to(param.dtype), param, memory)) for param, value in weights]
 
     @classmethod
-    def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> WeightSet:
-        """The weights that the model has now."""
-        return cls((tensor, tensor) for _, _, tensor in local_tensors(chunks, shape))
+    def of_model(
+        cls, chunks: list[torch.nn.Module], shape: ModelShape, adapters: AdapterSpec | None = None
+    ) -> WeightSet:
+        """The weights that the model has now, or in place of them its adapters."""
+        held = local_tensors(chunks, shape) if adapters is None else local_adapters(chunks, shape, adapters)
+        return cls(((tensor, tensor) for _, _, tensor in held), adapters is not None)
 
     def update(self) -> None:
         """Take the weights that the model has now, into the memory that the set has."""

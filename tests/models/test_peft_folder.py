@@ -45,7 +45,7 @@ def change_tensors(folder, change):
 def test_written_and_read_in_parts(tmp_path, family, size):
     """Each rank reads what it would hold of the whole tensors."""
     shape = shape_of(family)
-    spec = AdapterSpec(rank=4, alpha=8)
+    spec = AdapterSpec(rank=4, alpha=8, use_rslora=True)
     tensors = tensors_of(spec, shape)
     write_peft(tmp_path / "a", spec, shape, "org/base", tensors.items(), write=True)
     peft = read_peft(tmp_path / "a", shape)
@@ -173,8 +173,8 @@ def test_refused_tensors(folder, edit, part):
     ("spec", "part"),
     [
         ({"rank": 8}, "has rank 4; give --lora-rank 4, not 8"),
-        ({"alpha": 32}, "has lora_alpha 6; give --lora-alpha 6"),
-        ({"use_rslora": False}, "is scaled by rsLoRA; give --lora-use-rslora"),
+        ({"alpha": 32}, "has lora_alpha 6; give --lora-alpha 6 --lora-use-rslora"),
+        ({"use_rslora": False}, "give --lora-alpha 6 --lora-use-rslora"),
         ({"excluded": ()}, "give --target-modules down_proj gate_proj k_proj model.layers.0.self_attn.q_proj o_proj"),
     ],
 )

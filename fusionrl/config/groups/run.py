@@ -167,7 +167,7 @@ class CheckpointGroup(Group):
         None, "With --keep-checkpoints: also keep the one with the highest value of this metric (eval/<set>/accuracy)."
     )
     save_hf: str | None = acting(scopes.TRAINERS, scopes.needed(scopes.STEPS))(
-        None, "Folder for the final weights in Hugging Face format; {rollout_id} is filled in."
+        None, "Folder for the final weights in Hugging Face format, or adapters in PEFT's; {rollout_id} is filled in."
     )
 
 

@@ -1,0 +1,75 @@
+"""Adapters of a run and the base that they belong to, as its checkpoints name them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import isclose
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from fusionrl.base.file_hashes import sampled_hash
+from fusionrl.models.adapters import AdapterSpec, adapter_rules
+from fusionrl.models.shape import ModelShape
+from fusionrl.models.weight_files import is_megatron_folder, tensor_files, weights_folder
+
+
+class Adapted(BaseModel):
+    """What a checkpoint has in place of weights.
+
+    adapters  sizes and modules
+    base      folder of the weights that they are added to
+    identity  a hash of the base's weights (`sampled_hash`); None: not all of its files are on this node
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    adapters: AdapterSpec
+    base: str
+    identity: str | None = None
+
+
+def saved_in(description: Mapping[str, object]) -> Adapted | None:
+    """Return the adapters that a checkpoint's fusionrl.json names; None: it has weights. ValueError: malformed."""
+    adapted = description.get("adapted")
+    return None if adapted is None else Adapted.model_validate(adapted)
+
+
+def adapted_difference(path: object, saved: Adapted | None, run: Adapted | None, shape: ModelShape) -> str | None:
+    """Return why the checkpoint at `path` with `saved` is not one of `run`; None: it is."""
+    where = f"checkpoint {path}"
+    if saved is None or run is None:
+        if saved is run:
+            return None
+        if saved is None:
+            cure = "leave out --lora-rank to resume, or start another run with --megatron-checkpoint of this folder"
+            return f"{where}: it has weights and no adapters; {cure}"
+        rank = saved.adapters.rank
+        return f"{where}: it has adapters and no weights; give --lora-rank {rank} to resume, or merge (fusionrl export)"
+    before, now = saved.adapters, run.adapters
+    if before.rank != now.rank:
+        return f"{where}: its adapters have rank {before.rank}; give --lora-rank {before.rank}, not {now.rank}"
+    if not isclose(before.scale, now.scale):
+        flag = " --lora-use-rslora" if before.use_rslora else " without --lora-use-rslora" if now.use_rslora else ""
+        return f"{where}: its adapters have another scale; give --lora-alpha {before.alpha:g}{flag}"
+    if adapter_rules(shape, before).keys() != adapter_rules(shape, now).keys():
+        excluded = f" --exclude-modules {' '.join(before.excluded)}" if before.excluded else ""
+        cure = f"give --target-modules {' '.join(before.targets)}{excluded}"
+        return f"{where}: its adapters belong to other modules; {cure}"
+    if saved.identity is not None and run.identity is not None and saved.identity != run.identity:
+        return f"{where}: its adapters belong to the weights in {saved.base}, and those in {run.base} are others"
+    return None
+
+
+@lru_cache(maxsize=4)
+def base_identity(folder: str) -> str | None:
+    """Return a hash of the weights in `folder`, Hugging Face's or Megatron's; None: some are not on this node."""
+    if is_megatron_folder(folder):
+        files = sorted(Path(weights_folder(folder)).glob("*.distcp"))
+    else:
+        files = sorted(set(tensor_files(folder).values()))
+    try:
+        return sampled_hash(files)
+    except FileNotFoundError:
+        return None
