@@ -30,8 +30,9 @@ import numpy as np
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
+from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Recompute, chunk_bytes
+from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Recompute, chunk_bytes, micro_batch_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.tower import tower_memory
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
@@ -39,7 +40,7 @@ from fusionrl.plan.trainer_plan import trainer_plan
 from fusionrl.plan.vision import frozen_of
 from tests.tiny_vision import random_image, raw_config
 from tools import published_peaks
-from tools.parity_rows import COMMON, KNOWN_AS, MODELS, ROWS, SEEING, Row
+from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row
 
 BOUND, TOWER_BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.10, 0.05
 _HEAD = {
@@ -92,16 +93,22 @@ def become(layout: TrainerLayout, rank: int) -> None:
 def build(
     shape: ModelShape, layout: TrainerLayout, rank: int, precision: str, passthrough: PassThrough, **flags: Any
 ) -> tuple[Config, list[Any], Any]:
-    """(configuration, model chunks, TransformerConfig) of one rank: Megatron's real model, with random weights."""
+    """(configuration, model chunks, TransformerConfig) of one rank: Megatron's real model, with random weights.
+
+    What the flags do not train is frozen, and adapters are attached, before anything is wrapped.
+    """
     import torch
 
-    from fusionrl.trainer import model
+    from fusionrl.trainer import freezing, lora, model
 
     become(layout, rank)
     values = {"mode": "sft", "precision": precision, "train_num_threads": 1, "lr": 1e-3}
     config = Config.from_flat(values | flags, passthrough)
     modules, transformer = model.build_model(config, shape, trainer_plan(config, layout), torch.device("cpu"))
     model.randomize(modules)
+    freezing.freeze(modules, shape, frozen_of(config, shape))
+    if (spec := adapters_of(config, shape)) is not None:
+        lora.attach(modules, transformer, shape, spec, 1)
     return config, modules, transformer
 
 
@@ -112,17 +119,16 @@ def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> di
     """Bytes of a rank as Megatron has them; `weights` with those that are in no buffer."""
     import torch
 
-    from fusionrl.trainer import freezing, model
+    from fusionrl.trainer import model
 
     passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
     config, modules, transformer = build(shape, row.layout, rank, precision, passthrough, **row.flags)
-    freezing.freeze(modules, shape, frozen_of(config, shape))
     parameters = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
     trained = model.build_training(config, modules, transformer, trainer_plan(config, row.layout))
     buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizer, held = 0, {b.param_data.untyped_storage().data_ptr() for b in buffers}
     for inner in trained.optimizer.chained_optimizers:
-        for group in inner.optimizer.param_groups:
+        for group in inner.optimizer.param_groups if inner.optimizer is not None else ():  # None: it trains nothing
             for param in group["params"]:
                 state = inner.optimizer.state[param].values()
                 tensors = [value for value in state if isinstance(value, torch.Tensor)]
@@ -146,7 +152,7 @@ def _is_chosen(columns: str, only: Sequence[str]) -> bool:
 def check_states(only: Sequence[str], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """A dictionary for each model on one rank, in fp32 and bf16, and for each layout of tools/parity.py."""
     import_megatron()
-    alone = [(Row(name, 1), precision) for name in (*MODELS, *SEEING) for precision in ("fp32", "bf16")]
+    alone = [(Row(name, 1), precision) for name in (*MODELS, *SEEING, *LORA) for precision in ("fp32", "bf16")]
     frozen = Row("qwen3_5", 1, note="frozen", flags={"freeze_vision": True, "freeze_params_name_list": ["A_log"]})
     rows = [*alone, (frozen, "bf16"), *((row, "fp32") for row in ROWS)]
     results = []
@@ -161,11 +167,13 @@ def check_states(only: Sequence[str], report: Callable[[dict[str, Any]], None]) 
 
 def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
     shape, layout = parity_shape(row.model), row.layout
-    row = replace(row, ddp={**row.ddp, "bucket_size": None})  # tiny ones would be padding for the most part
+    # Tiny buckets would be padding for the most part.
+    row = replace(row, ddp={**row.ddp, "bucket_size": None}, flags=LORA.get(row.model, {}) | row.flags)
     padding = 512 * (layout.vpp - 1)  # each further chunk of a rank has buffers of its own
     stages = stage_layers(layout, shape.num_layers, row.transformer)
     assert stages is not None
-    counted = stage_parameters(shape, layout, stages, frozen_of(Config.from_flat({"mode": "sft"} | row.flags), shape))
+    config = Config.from_flat({"mode": "sft"} | row.flags)
+    counted = stage_parameters(shape, layout, stages, frozen_of(config, shape), adapters_of(config, shape))
     options = StateOptions.of(precision, {}, row.ddp)
     estimates = [state_bytes(parameters, layout, options) for parameters in counted]
     least: list[int] = []
@@ -211,6 +219,7 @@ def parity_shape(name: str) -> ModelShape:
 
     if name in SEEING:
         return seeing_shape(name.split()[0], **SEEING[name])
+    name = name.partition(" lora")[0]
     family, sizes = name.split()[0], COMMON | {"tie_word_embeddings": False} | MODELS[name]
     config = AutoConfig.for_model(KNOWN_AS.get(family, family), **sizes)
     return shape_from_hf_config(config.to_dict() | {"model_type": family})
@@ -316,6 +325,7 @@ class LayerCase:
     layout: TrainerLayout = field(default_factory=lambda: TrainerLayout(1))
     lengths: tuple[int, ...] = (129,)
     precision: str = "fp32"
+    lora_rank: int = 0
 
     @property
     def name(self) -> str:
@@ -323,7 +333,12 @@ class LayerCase:
         parts = [self.layer, *(f"{axis.upper()} {size}" for axis, size in sizes.items() if size > 1)]
         parts += [f"{len(self.lengths)} sequences"] if len(self.lengths) > 1 else []
         parts += ["long"] if max(self.lengths) - 1 > LONGEST_ROW else []
+        parts += [f"lora {self.lora_rank}"] if self.lora_rank else []
         return ", ".join(parts + (["bf16"] if self.precision == "bf16" else []))
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {"lora_rank": self.lora_rank}
 
 
 def layer_cases() -> Iterator[LayerCase]:
@@ -363,6 +378,13 @@ def layer_cases() -> Iterator[LayerCase]:
     yield LayerCase(mla, "none", {}, TrainerLayout(2, tp=2))
     yield LayerCase(mla, "none", {}, TrainerLayout(2, cp=2))
     yield LayerCase(mla, "none", {}, precision="bf16")
+    for layer in (qwen, moe, mla):
+        yield LayerCase(layer, "none", lora_rank=16)
+    yield LayerCase(qwen, "none", lora_rank=16, precision="bf16")
+    yield LayerCase(qwen, "full", FULL, lora_rank=16)
+    yield LayerCase(moe, "moe", _selective("moe"), lora_rank=16)
+    yield LayerCase(qwen, "none", {}, TrainerLayout(2, tp=2), lora_rank=16)
+    yield LayerCase(moe, "none", {}, TrainerLayout(2, ep=2), lora_rank=16)
     for layer in (delta, gated):
         yield LayerCase(layer, "none", {}, lengths=(LONGEST_ROW + 18,))
         yield LayerCase(layer, "none", {}, lengths=(129, 129))
@@ -380,7 +402,7 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
 
     shape, layout = layer_shape(case, num_layers), case.layout
     passthrough = PassThrough(transformer=case.transformer)
-    _, modules, transformer = build(shape, layout, 0, case.precision, passthrough)
+    _, modules, transformer = build(shape, layout, 0, case.precision, passthrough, **case.flags)
     slicing = Slicing(layout.cp, 0, layout.tp if transformer.sequence_parallel else 1, 0)
     sharing = shape.may_share_prompts
     options = MicroBatchOptions(slicing, torch.device("cpu"), 1.0, None, True, share_prompts=sharing)
@@ -498,8 +520,10 @@ def measure_layer(case: LayerCase) -> dict[str, Any]:
             sequence_parallel=case.transformer.get("sequence_parallel", True),
             imbalance=routed,
             own_attention=True,
+            adapters=adapters_of(Config.from_flat(case.flags), layer_shape(case, num_layers)),
         )
-        estimate.append(chunk_bytes(layer_shape(case, num_layers), case.layout, options, range(num_layers))[0])
+        of_layers = layer_shape(case, num_layers), case.layout, options, range(num_layers)
+        estimate.append(chunk_bytes(*of_layers)[0] + micro_batch_bytes(*of_layers) / tokens)
     expected = (estimate[1] - estimate[0]) / (second - first)
     difference = expected / measured - 1
     return {
@@ -556,9 +580,12 @@ def check_step(only: Sequence[str], report: Callable[[dict[str, Any]], None]) ->
     """
     import_megatron()
     results = []
-    for name, (raw, transformer) in STEPS.items():
+    cases = {name: (*case, 0) for name, case in STEPS.items()}
+    cases |= {f"{name}, lora": (*STEPS[name], 16) for name in ("qwen3 | none", "qwen3 | full", "qwen3_moe | none")}
+    for name, (raw, transformer, rank) in cases.items():
         if _is_chosen(name, only):
-            results.append({"name": name} | measure_step(shape_from_hf_config(raw), transformer))
+            measured = measure_step(shape_from_hf_config(raw), transformer, lora_rank=rank)
+            results.append({"name": name} | measured)
             report(results[-1])
     for kind in ("qwen2_5_vl", "qwen3_vl", "kimi_vl"):
         shape = seeing_shape(kind, **_TOWER, layers=4, hidden=512, ffn=1536)
@@ -574,7 +601,7 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
     import torch
     from torch.autograd.profiler import profile
 
-    from fusionrl.trainer import freezing, model
+    from fusionrl.trainer import model
     from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.micro_batches import build_micro_batch
     from fusionrl.trainer.packed_batch import BatchOptions as MicroBatchOptions
@@ -583,7 +610,7 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
 
     layout, device, count = TrainerLayout(1), torch.device("cpu"), 2
     config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed), **flags)
-    freezing.freeze(modules, shape, frozen := frozen_of(config, shape))
+    frozen = frozen_of(config, shape)
     trained = model.build_training(config, modules, transformer, trainer_plan(config, layout))
     shard = _shard([num_tokens + 1] * count, shape.vocab_size)
     if (vision := shape.vision) is not None:
@@ -610,7 +637,8 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
         key=lambda event: event.start_ns(),
     )
     top = int(np.cumsum([event.nbytes() for event in events]).max())
-    activations = ActivationOptions("local", "fp32", True, num_tokens, Recompute.of(passed), own_attention=True)
+    recompute, adapters = Recompute.of(passed), adapters_of(config, shape)
+    activations = ActivationOptions("local", "fp32", True, num_tokens, recompute, own_attention=True, adapters=adapters)
     patches = None if vision is None else num_tokens * vision.merge**2 // 2
     batch = BatchOptions(num_tokens, count, max_patches=patches)
     states_of = StateOptions.of("fp32", {}, {})

@@ -119,7 +119,8 @@ class Adapter(torch.nn.Module):
 
     def joined_a(self) -> Tensor:
         """Return the matrices A, one over the other [matrices * rank, in]."""
-        return torch.cat(list(self.A().values()))
+        matrices = list(self.A().values())
+        return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
 
     def joined_b(self) -> Tensor:
         """Return B of the joined weight [out, matrices * rank]: rows have values in the columns of their own matrix."""

@@ -2,6 +2,7 @@
 
 states       parameters, gradients, optimizer of a rank, exactly as Megatron lays them out
 activations  what autograd keeps of a layer
+adapters     what adapters keep next to it, and their room in engines
 head         the logits' share
 trainer      the three together, by pipeline stage
 engine       SGLang's weights and KV cache, also of a reward model's and a teacher's engines

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusionrl.models.adapters import IS_A, AdapterSpec, sample_rules
+from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.kinds import Attention, Mlp, RankSizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.defaults import WIDTHS, Impl
 from fusionrl.plan.layout import TrainerLayout, passed
+from fusionrl.plan.memory.adapters import joined_bytes, low_bytes
 
 LONGEST_ROW = 512
 """Tokens of a sequence up to which our own attention on a CPU (`cpu/row_attention.py`) is the faster one, as
@@ -117,7 +118,8 @@ def layer_bytes(
     """Bytes a token that one layer of these kinds keeps, without full recompute."""
     rank, hidden = options.rank_sizes(layout), shape.hidden_size
     kept = sum(kind.kept_bytes(shape, rank) for kind in kinds)
-    kept += _adapter_bytes(shape, rank, options.adapters, kinds)
+    if options.adapters is not None:
+        kept += low_bytes(shape, rank, options.adapters, kinds)
     if rank.is_fused:  # a norm is a part of the linear layer after it
         return kept
     hidden_part = hidden / rank.split
@@ -131,21 +133,6 @@ def layer_bytes(
         # Their output only enters the residual sum; the MLP's is a part of it, and recomputed with it.
         kept += (1 if "mlp" in rank.modules else 2) * rank.normed(hidden_part, rank.split)
     return kept
-
-
-def _adapter_bytes(
-    shape: ModelShape, rank: RankSizes, adapters: AdapterSpec | None, kinds: tuple[Attention, Mlp]
-) -> float:
-    """Bytes a token of what A gives. What A reads is counted already: a weight that is trained reads it, too."""
-    if adapters is None:
-        return 0.0
-    layer = next((layer for layer, pair in enumerate(zip(shape.attention, shape.mlp, strict=True)) if pair == kinds), 0)
-    kept = 0.0
-    for rule in sample_rules(shape, adapters)[layer]:
-        if IS_A in rule.megatron:
-            tokens = 1 / rank.split if rule.split == "columns" else 1.0
-            kept += rule.sizes[0] * (tokens if rule.expert is None else kinds[1].routed(rank))
-    return kept * rank.width
 
 
 def chunk_bytes(
@@ -172,3 +159,12 @@ def chunk_bytes(
         return len(again) * checkpoint + sum(sizes[run:]), max(again, default=0.0)
     pieces = [sizes[start : start + run] for start in range(0, len(sizes), run)]
     return len(pieces) * checkpoint, max((sum(piece) for piece in pieces), default=0.0)
+
+
+def micro_batch_bytes(
+    shape: ModelShape, layout: TrainerLayout, options: ActivationOptions, layers: Sequence[int]
+) -> float:
+    """Bytes that a forward pass through `layers` keeps whatever its tokens; recomputed pieces keep none."""
+    if options.adapters is None or options.recompute.is_full:
+        return 0.0
+    return joined_bytes(shape, layout, options.adapters, layers, options.rank_sizes(layout))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, chunk_bytes, kinds_of, layer_bytes
+from fusionrl.plan.memory.activations import ActivationOptions, chunk_bytes, kinds_of, layer_bytes, micro_batch_bytes
 from fusionrl.plan.memory.head import head_kept_bytes, head_transient_bytes
 from fusionrl.plan.memory.states import Bytes, StageParameters, StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.tower import TowerMemory, tower_memory
@@ -125,6 +125,7 @@ def _stage(
     # The inputs of a stage: token ids, or hidden states of the stage before, and the rotary table.
     entry = 8.0 if stage == 0 else 0.0
     of_layers = tokens * (sum(each for each, _ in sizes) + entry)
+    of_layers += micro_batch_bytes(shape, layout, activations, layers)
     saved = of_layers * flying
     live = tokens * max((again for _, again in sizes), default=0.0)
     images = tower.kept * flying + tower.cached if stage == 0 else 0.0
