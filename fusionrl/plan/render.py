@@ -8,10 +8,15 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
+from fusionrl.models.adapters import num_adapter_parameters
 from fusionrl.models.families import model_rules
+from fusionrl.plan.adapters import adapter_folders, adapter_push, adapters_of, target_modules
 from fusionrl.plan.balance import ImageCost, SequenceCost
+from fusionrl.plan.defaults import WIDTHS
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
+from fusionrl.plan.memory.bars import gib
+from fusionrl.plan.memory.report import training_bytes
 from fusionrl.plan.pipeline_knobs import described as described_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import planned_push
@@ -47,6 +52,7 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
             f" {vision.hidden_size}, {'trained' if trains_tower(config, shape) else 'not trained'}; a token is"
             f" {vision.unit} x {vision.unit} pixels, for which the tower does {work:.2f} of a text token's work"
         )
+    lines += _adapters(plan, config)
     if plan.start_order != "together":
         lines.append(f"turns      {_TURNS[plan.start_order]}")
     if plan.knobs:
@@ -89,6 +95,27 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         lines.append(f"sandbox    {plan.sandbox}")
     lines += [f"warning    {text}" for text in warnings]
     return "\n".join(lines) + "\n"
+
+
+def _adapters(plan: Plan, config: Config) -> list[str]:
+    """Lines about adapters: what is trained, what that saves of full training, what is pushed and why."""
+    spec = adapters_of(config, plan.shape)
+    if spec is None or plan.layout is None:
+        return []
+    count, names = num_adapter_parameters(plan.shape, spec), list(adapter_folders(config))
+    others = f" for each of {', '.join(names)}" if len(names) > 1 else ""
+    own, full = training_bytes(plan, config, spec), training_bytes(plan, config, None)
+    lines = [
+        f"adapters   rank {spec.rank} on {', '.join(sorted(target_modules(plan.shape, spec)))}:"
+        f" {count / 1e6:.2f} M parameters are trained{others}, {count / plan.shape.num_parameters:.2%} of the model's",
+        f"           a rank has {gib(own.optimizer)} GiB of optimizer, {own.optimizer / full.optimizer:.2%} of full"
+        f" training's {gib(full.optimizer)}, and {gib(full.gradients - own.gradients)} GiB of gradients less",
+    ]
+    if (push := adapter_push(config, plan.shape)) is not None:
+        size = plan.push_bytes if push[0] == "merged" else count * WIDTHS[plan.rollout_dtype]
+        what = "weights with the adapter added" if push[0] == "merged" else f"adapters{others}"
+        lines.append(f"           {what} are pushed, {size / 1e6:.1f} MB a version: {push[1]}")
+    return lines
 
 
 def memory_warnings(plan: Plan) -> list[str]:

@@ -241,8 +241,12 @@ def _rollout_bytes(plan: Plan, config: Config) -> float:
     return float(size * count * longest_sample(config, plan.shape) * BYTES_A_SAMPLED_TOKEN)
 
 
-def gpu_host_bars(plan: Plan, config: Config, groups: list[Group], scorers: Scorers) -> tuple[Bar, ...]:
+def gpu_host_bars(
+    plan: Plan, config: Config, groups: list[Group], engine: EngineMemory | None, scorers: Scorers
+) -> tuple[Bar, ...]:
     """The host memory of the GPU node that needs most."""
+    # Weights that adapters are added to are pushed once: engines that give their memory away keep them there.
+    kept = engine.weights if engine is not None and plan.engines_give_memory and plan.lora_push == "adapter" else 0.0
     per_node, offloads = config.cluster.num_gpus_per_node, plan.trainers_give_memory
     saves = config.checkpoint.async_save and not config.checkpoint.no_save
     bars = []
@@ -251,6 +255,7 @@ def gpu_host_bars(plan: Plan, config: Config, groups: list[Group], scorers: Scor
             ("reference weights", float(sum(g.num_sets * pinned_bytes(s.states.weights) for g, s in ranks))),
             ("optimizer", float(sum(s.states.host_optimizer for _, s in ranks))),
             ("offloaded trainers", float(sum(_offloaded(s) for _, s in ranks)) if offloads else 0.0),
+            ("engines' weights", kept * num_devices),
             ("a checkpoint's copy", float(sum(_saved(s) for _, s in ranks)) if saves else 0.0),
             ("rollout", _rollout_bytes(plan, config) if node == 0 else 0.0),
             ("images", config.data.image_cache_mb * 1e6 if node == 0 and plan.shape.vision is not None else 0.0),

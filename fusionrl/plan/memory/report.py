@@ -6,20 +6,22 @@ processes of a node with the node's). Nothing here touches a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import needs_reference
+from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.adapters import adapters_of
+from fusionrl.plan.adapters import adapter_folders, adapter_slots, adapters_of
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.defaults import WIDTHS, layer_impl
 from fusionrl.plan.devices import Machine
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Recompute
+from fusionrl.plan.memory.adapters import served_bytes
 from fusionrl.plan.memory.bars import (
     Bar,
     Group,
@@ -32,8 +34,8 @@ from fusionrl.plan.memory.bars import (
     longest_sample,
 )
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory, scorer_memory
-from fusionrl.plan.memory.states import StateOptions
-from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
+from fusionrl.plan.memory.states import Bytes, StateOptions, stage_parameters, state_bytes
+from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, even_stages, trainer_memory
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.push import BUFFERS, planned_push
 from fusionrl.plan.scorers import ScorerRole
@@ -187,7 +189,7 @@ def memory_report(
         bars = cpu_bars(plan, config, groups, engine, push, scorers)
         return MemoryReport((), bars, engine, machine, longest, push, scorers)
     of_devices = gpu_bars(plan, config, groups, engine, push, engine_parts, scorers)
-    of_hosts = gpu_host_bars(plan, config, groups, scorers)
+    of_hosts = gpu_host_bars(plan, config, groups, engine, scorers)
     return MemoryReport(of_devices, of_hosts, engine, machine, longest, push, scorers)
 
 
@@ -266,9 +268,14 @@ def _engine(
 ) -> EngineMemory | None:
     if not plan.num_engines:
         return None
+    width = WIDTHS[plan.rollout_dtype]
+    weights = float(plan.push_bytes if plan.quantization else plan.pushed_shape.num_parameters * width)
+    if plan.lora_push == "adapter" and (spec := adapters_of(config, plan.shape)) is not None:
+        slots = adapter_slots(len(adapter_folders(config)), plan.knobs)
+        weights += slots * plan.engine_size * served_bytes(plan.shape, spec, plan.engine_size, width)
     return engine_memory(
         plan.shape,
-        float(plan.push_bytes if plan.quantization else plan.pushed_shape.num_parameters * WIDTHS[plan.rollout_dtype]),
+        weights,
         plan.engine_size,
         plan.rollout_dtype,
         _server_args_of_smallest(plan, config),
@@ -284,6 +291,20 @@ def _server_args_of_smallest(plan: Plan, config: Config) -> dict[str, object]:
     group = plan.group_of(sizes.index(min(sizes)))
     args = config.passthrough.sglang | (group.server_args if group is not None else {})
     return args | ({"disable_radix_cache": True} if pause_mode(config, plan) == "in_place" else {})
+
+
+def training_bytes(plan: Plan, config: Config, spec: AdapterSpec | None) -> Bytes:
+    """Return the states of the rank that has most of them, the optimizer's wherever they are.
+
+    spec  adapters that are trained; None: all weights are
+    """
+    assert plan.layout is not None, "the run has trainers"
+    shape, layout, passed = plan.shape, plan.layout, config.passthrough
+    stages = stage_layers(layout, shape.num_layers, passed.transformer) or even_stages(layout, shape.num_layers)
+    frozen = frozenset[str]() if spec is None else frozen_of(config, shape)
+    options = replace(StateOptions.of(plan.precision, passed.optimizer, passed.ddp), host_share=0.0)
+    counted = stage_parameters(shape, layout, stages, frozen, spec)
+    return max((state_bytes(each, layout, options) for each in counted), key=lambda states: states.optimizer)
 
 
 def _push_bytes(plan: Plan, config: Config) -> float:
