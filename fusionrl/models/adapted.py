@@ -58,7 +58,10 @@ def adapted_difference(path: object, saved: Adapted | None, run: Adapted | None,
         cure = f"give --target-modules {' '.join(before.targets)}{excluded}"
         return f"{where}: its adapters belong to other modules; {cure}"
     if saved.identity is not None and run.identity is not None and saved.identity != run.identity:
-        return f"{where}: its adapters belong to the weights in {saved.base}, and those in {run.base} are others"
+        cure = "resume with the former"
+        return (
+            f"{where}: its adapters belong to the weights in {saved.base}, and those in {run.base} are others; {cure}"
+        )
     return None
 
 

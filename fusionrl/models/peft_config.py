@@ -154,8 +154,8 @@ def peft_config(spec: AdapterSpec, shape: ModelShape, base: str) -> dict[str, ob
     adapters of experts get the alpha that scales them alike without it.
     """
     rules = adapter_rules(shape, spec).values()
-    modules = {name.rpartition(".lora_")[0] for rule in rules for name in rule.hf}
-    names = _shortest({name.removeprefix(PEFT_PREFIX) for name in modules}, shape)
+    modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for rule in rules for name in rule.hf}
+    names = _shortest(modules, shape) if shape.vision is None else sorted(modules)  # a tower may have a q_proj, too
     is_plain = any(rule.expert is not None for rule in rules)
     alpha = spec.scale * spec.rank if is_plain else spec.alpha
     return {

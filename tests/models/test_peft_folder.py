@@ -12,7 +12,9 @@ from fusionrl.models.adapters import AdapterSpec, adapter_rules
 from fusionrl.models.hf_io import read_part
 from fusionrl.models.peft_config import CONFIG, WEIGHTS, read_peft
 from fusionrl.models.peft_folder import PeftReader, write_peft
+from fusionrl.models.shape import shape_from_hf_config
 from tests.models.test_families import shape_of
+from tests.tiny_vision import raw_config
 
 SPEC = AdapterSpec(rank=4, alpha=6, use_rslora=True, excluded=("layers.1.self_attn.q_proj",))
 SHAPE = shape_of("qwen3")
@@ -66,6 +68,19 @@ def test_the_config_says_what_was_trained(folder):
     spec = read_peft(folder, SHAPE).spec
     assert adapter_rules(SHAPE, spec) == adapter_rules(SHAPE, SPEC)
     assert spec.scale == SPEC.scale == 3.0
+
+
+def test_a_model_that_sees_has_the_names_of_the_whole_model(tmp_path):
+    """Its tower has modules of the same names, which have no adapters."""
+    shape = shape_from_hf_config(raw_config("qwen2_5_vl"), sees=True)
+    spec = AdapterSpec(rank=4, alpha=8)
+    write_peft(tmp_path / "a", spec, shape, "org/base", tensors_of(spec, shape).items(), write=True)
+    assert all(
+        name.startswith("base_model.model.model.language_model.") for name in load_file(tmp_path / "a" / WEIGHTS)
+    )
+    targets = json.loads((tmp_path / "a" / CONFIG).read_text())["target_modules"]
+    assert "model.language_model.layers.0.mlp.up_proj" in targets and "up_proj" not in targets
+    read_peft(tmp_path / "a", shape).check(spec)
 
 
 def test_a_folder_that_exists_is_kept(folder):

@@ -83,6 +83,8 @@ def test_what_does_not_fit_the_run_is_refused(run: list[str], write_rows: Rows, 
     for command in ("plan", "train"):
         found = errors(capsys, [*run, "--resume", *other], command)
         assert "--prompt-data other: its 8 prompts are not the 10 of the checkpoint" in found
+    found = errors(capsys, [*run, "--resume", "--lora-rank", "8", "--lr", "1e-4"])
+    assert "trainer: it has weights and no adapters; leave out --lora-rank to resume" in found
     larger = make_tiny_qwen3(tmp_path / "larger", seed=0, num_layers=3)
     found = errors(capsys, [*run, "--resume", "--hf-checkpoint", str(larger)])
     assert "num_layers" in found and "--hf-checkpoint" in found

@@ -185,6 +185,14 @@ def test_a_resume_of_another_kind_is_refused(workers, hf, tmp_path, saved, run, 
     workers.start(config_of(folder, **run))
     with pytest.raises(Failed, match=re.escape(part)):
         workers.call("load", str(tmp_path / "checkpoint"))
+    if not saved:  # what the message names: the weights there become a base
+        start = config_of(folder, megatron_checkpoint=str(tmp_path / "checkpoint"), **run)
+        workers.start(start)
+        workers.call("save", str(tmp_path / "adapters"), 0)
+        hashes = workers.call("state_hashes")
+        workers.start(start)
+        assert workers.call("load", str(tmp_path / "adapters"))[0]["rng_restored"]
+        assert workers.call("state_hashes") == hashes
     if saved:
         other = tmp_path / "other"
         shutil.copytree(folder, other)
