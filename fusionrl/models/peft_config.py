@@ -1,7 +1,6 @@
 """Folders of PEFT with an adapter: adapter_config.json, and names and sizes in adapter_model.safetensors. Pure.
 
-PEFT adapts each module by its Hugging Face name, and so do we; what an adapter of PEFT's can be besides plain LoRA is
-refused by name. Experts have a pair of tensors each, which PEFT (from 0.19 on) and SGLang read.
+PEFT names each adapter by its Hugging Face module, and so do we; any setting that is not plain LoRA is refused by name. Experts have a pair of tensors each, which PEFT (from 0.19 on) and SGLang read.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ def _whole(name: str, shape: ModelShape) -> str:
 
 
 def _shortest(modules: Iterable[str], shape: ModelShape) -> tuple[str, ...]:
-    """Return names for PEFT that stand for exactly these modules: `q_proj`, or a whole one where others have none."""
+    """Return PEFT's names of exactly these modules: `q_proj`, or a whole one where others have none."""
     everywhere = AdapterSpec(rank=1, alpha=1)
     rest = {
         hf.removesuffix(".weight") for rule in families.model_rules(shape).values() for hf in everywhere.targeted(rule)

@@ -390,7 +390,7 @@ def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
 def saved_adapters(path: str | Path, shape: ModelShape) -> tuple[Adapted, dict[str, torch.Tensor]]:
     """Return what a checkpoint says of its adapters, and their whole tensors by PEFT's names; no collective.
 
-    Raises ValueError if it is no complete checkpoint with adapters of a model of this shape.
+    Raises ValueError if it is not a complete checkpoint with adapters of a model of this shape.
     """
     description = read_description(str(path))
     tensors: dict[str, torch.Tensor] = {}

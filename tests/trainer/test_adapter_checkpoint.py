@@ -1,4 +1,4 @@
-"""Checkpoints and PEFT folders of adapters: they go on bit by bit, at any layout, without their base."""
+"""Checkpoints and PEFT folders of adapters: a resume is exact, at any layout, and the base stays where it is."""
 
 import re
 import shutil
@@ -47,7 +47,7 @@ def tensors_in(path):
 
 
 def test_resume_is_bit_exact_and_small(workers, hf, tmp_path):
-    """Written by another process while training goes on. Adapters of experts have an optimizer of their own."""
+    """Another process writes it during the next step. Adapters of experts have an optimizer of their own."""
     layout, path = TrainerLayout(2, ep=2), str(tmp_path / "checkpoint")
     folder, _ = hf("qwen3_moe", False)
     flags = LORA | {"lora_rank": 128, "use_kl_loss": True, "async_save": True, "verify_checkpoints": True}
