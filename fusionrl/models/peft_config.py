@@ -1,6 +1,7 @@
 """Folders of PEFT with an adapter: adapter_config.json, and names and sizes in adapter_model.safetensors. Pure.
 
-PEFT names each adapter by its Hugging Face module, and so do we; any setting that is not plain LoRA is refused by name. Experts have a pair of tensors each, which PEFT (from 0.19 on) and SGLang read.
+PEFT names each adapter by its Hugging Face module, and so do we; any setting that is not plain LoRA is refused by name.
+Experts have a pair of tensors each, which PEFT (from 0.19 on) and SGLang read.
 """
 
 from __future__ import annotations
