@@ -26,8 +26,8 @@ import numpy as np
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.models.adapters import PEFT_PREFIX, adapter_rules
-from fusionrl.models.shape import read_model_shape
+from fusionrl.models.adapters import PEFT_PREFIX, AdapterSpec, adapter_rules
+from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout
 from tests.tiny_vision import make_tiny_vlm
@@ -115,31 +115,38 @@ class MergedAdapters:
     Independent of how families divide and join weights: a module's W is W + s B A.
     """
 
-    def __init__(self, model: Any, folder: Path, config: Config) -> None:
+    def __init__(self, model: Any, shape: ModelShape, spec: AdapterSpec) -> None:
         import torch
 
-        shape = read_model_shape(folder)
-        spec = adapters_of(config, shape)
-        assert spec is not None
-        self.scale, self.pairs = spec.scale, {}
-        sizes = {name: size for rule in adapter_rules(shape, spec).values() for name, size in rule.hf.items()}
-        values = {name: torch.from_numpy(adapter_value(name, size)) for name, size in sizes.items()}
-        views = checkpoint_views(model, dict(model.named_parameters()))
-        for name in [name for name in values if name.endswith(LORA_A)]:
-            module = name.removesuffix(LORA_A)
-            self.pairs[module] = values[name], values[module + LORA_B]
-            with torch.no_grad():
-                views[module.removeprefix(PEFT_PREFIX) + ".weight"] += (
-                    self.scale * values[module + LORA_B] @ values[name]
-                )
+        self.scale, self.model = spec.scale, model
+        rules = adapter_rules(shape, spec).values()
+        self.matrices = {
+            name: torch.nn.Parameter(torch.from_numpy(adapter_value(name, sizes)))
+            for rule in rules
+            for name, sizes in rule.hf.items()
+        }
+        weights = checkpoint_views(model, {name: param.detach() for name, param in model.named_parameters()})
+        self.weights = {
+            module: weights[module.removeprefix(PEFT_PREFIX) + ".weight"]
+            for module in (name.removesuffix(LORA_A) for name in self.matrices if name.endswith(LORA_A))
+        }
+        self.before = {module: weight.clone() for module, weight in self.weights.items()}
+        self.merge()
 
-    def gradients(self, of_weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """PEFT's name → gradient, given the gradients of the merged weights."""
-        found = {}
-        for module, (a, b) in self.pairs.items():
-            grad = self.scale * of_weights[module.removeprefix(PEFT_PREFIX) + ".weight"]
-            found |= {module + LORA_A: b.numpy().T @ grad, module + LORA_B: grad @ a.numpy().T}
-        return found
+    def merge(self) -> None:
+        """Let the model compute with the values that the matrices have now."""
+        for module, weight in self.weights.items():
+            added = self.matrices[module + LORA_B].detach() @ self.matrices[module + LORA_A].detach()
+            weight.copy_(self.before[module] + self.scale * added)
+
+    def take_gradients(self) -> dict[str, np.ndarray]:
+        """Give the matrices their gradients, by those of the model's weights; returns PEFT's name → gradient."""
+        grads = checkpoint_gradients(self.model)
+        for module in self.weights:
+            of_weight = self.scale * grads[module.removeprefix(PEFT_PREFIX) + ".weight"]
+            a, b = self.matrices[module + LORA_A], self.matrices[module + LORA_B]
+            a.grad, b.grad = map(a.new_tensor, (b.detach().numpy().T @ of_weight, of_weight @ a.detach().numpy().T))
+        return {name: matrix.grad.numpy() for name, matrix in self.matrices.items()}
 
 
 class Batch:
@@ -372,10 +379,11 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
                 batch, folder = batches[row.model], folders[row.model]
                 if row.world == 1:
                     model = make_model(row.model, folder)
-                    config = trainer_config(folder, row)
-                    merged = MergedAdapters(model, folder, config) if row.model in LORA else None
+                    shape = read_model_shape(folder)
+                    spec = adapters_of(trainer_config(folder, row), shape)
+                    merged = None if spec is None else MergedAdapters(model, shape, spec)
                     loss, gradients = batch.reference_gradients(model, folder)
-                    gradients = gradients if merged is None else merged.gradients(gradients)
+                    gradients = gradients if merged is None else merged.take_gradients()
                 got = measure(ranks, folder, row, batch)
                 entry: dict[str, Any] = {"model": row.model, "ranks": row.world, "seconds_per_step": got.seconds}
                 if row.world == 1:

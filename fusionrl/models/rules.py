@@ -306,6 +306,7 @@ _OTHER_NAMES = (
     (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
     (r"mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$", r"mlp.experts.local_experts.\3.linear_\1.\2"),
+    (r"mlp\.experts\.linear_(fc[12])\.adapter\.(\d+)\.", r"mlp.experts.local_experts.\2.linear_\1.adapter."),
 )
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside Megatron's linear layers, one for each Hugging Face tensor that a layer's weight joins.
+"""Low-rank adapters of Megatron's linear layers, one for each Hugging Face tensor that a layer's weight joins.
 
 A layer gets a child `adapter`, whose output a forward hook adds to the layer's. Of a layer whose rows are divided over
 tensor-parallel ranks, each rank has A whole and its rows of B; of one whose columns are, its columns of A and B whole.
@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
@@ -94,28 +95,27 @@ class Adapter(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return what is added to the layer's output for its input `hidden` [..., in]."""
-        is_divided, is_expert = self.size > 1, self.rule.expert is not None
+        a, b = self.factors()
+        return F.linear(self._crossed(F.linear(self.dropped(hidden), a) * self.spec.scale), b)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B of the joined weight."""
         a, b = self.joined_a(), self.joined_b()
-        if is_divided and is_expert:
+        if self.size > 1 and self.rule.expert is not None:
             # The ranks' outputs are summed later: so must be the gradients of what all of them have.
             a = copy_to_tensor_model_parallel_region(a, group=self.group) if self.by_rows else a
             b = copy_to_tensor_model_parallel_region(b, group=self.group) if self.by_columns else b
-        low = F.linear(self._dropped(hidden), a) * self.spec.scale
-        if is_divided and not is_expert and self.by_columns:
-            crossed = (
-                reduce_scatter_to_sequence_parallel_region
-                if self.has_sequence_part
-                else (reduce_from_tensor_model_parallel_region)
-            )
-            low = crossed(low, group=self.group)
-        elif is_divided and not is_expert and self.by_rows:
-            crossed = (
-                gather_from_sequence_parallel_region
-                if self.has_sequence_part
-                else (copy_to_tensor_model_parallel_region)
-            )
-            low = crossed(low, group=self.group)
-        return F.linear(low, b)
+        return a, b
+
+    def _crossed(self, low: Tensor) -> Tensor:
+        """Return A x [..., matrices * rank] as B needs it, from what each tensor-parallel rank has of it."""
+        if self.size == 1 or self.rule.expert is not None or not (self.by_rows or self.by_columns):
+            return low
+        if self.has_sequence_part:
+            cross = gather_from_sequence_parallel_region if self.by_rows else reduce_scatter_to_sequence_parallel_region
+        else:
+            cross = copy_to_tensor_model_parallel_region if self.by_rows else reduce_from_tensor_model_parallel_region
+        return cross(low, group=self.group)
 
     def joined_a(self) -> Tensor:
         """Return the matrices A, one over the other [matrices * rank, in]."""
@@ -141,7 +141,7 @@ class Adapter(torch.nn.Module):
         groups = self.rule.groups // (self.size if self.by_rows else 1)
         return torch.cat([part.view(groups, -1, count * rank) for part in parts], 1).flatten(0, 1)
 
-    def _dropped(self, hidden: Tensor) -> Tensor:
+    def dropped(self, hidden: Tensor) -> Tensor:
         """Drop values of an input: others on each rank, unless ranks have the same one."""
         if not (self.training and self.spec.dropout):
             return hidden
@@ -152,6 +152,26 @@ class Adapter(torch.nn.Module):
             randomness = get_cuda_rng_tracker().fork()
         with randomness:
             return F.dropout(hidden, self.spec.dropout)
+
+
+class GroupedAdapter(torch.nn.ModuleList):
+    """The adapters of a layer that computes all experts of a rank at once, whose tokens follow one another."""
+
+    def forward(self, hidden: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
+        """Return what is added to the output for `hidden` [tokens, in], of which expert i has `splits[i]`."""
+        experts: list[Adapter] = list(self)
+        ends = torch.as_tensor(splits).cumsum(0).to(hidden.device, torch.int32)
+        a, b = (torch.stack(factors).mT for factors in zip(*(expert.factors() for expert in experts), strict=True))
+        low = _grouped(experts[0].dropped(hidden), a, ends) * experts[0].spec.scale
+        return _grouped(low, b, ends)
+
+
+def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows [tokens, in] by the matrix [experts, in, out] of their expert; its rows end at `ends` [experts]."""
+    if rows.size(-1) * rows.itemsize % 16 == 0 and matrices.size(-1) * rows.itemsize % 16 == 0:
+        return F.grouped_mm(rows, matrices, offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()  # a kernel takes no such rows
+    return torch.cat([part @ matrix for part, matrix in zip(rows.split(counts), matrices, strict=True)])
 
 
 def attach(
@@ -167,29 +187,35 @@ def attach(
     Their values are those in `folder`, of PEFT's, or initial ones by the seed. Raises ValueError as `load_peft`.
     """
     rules = adapter_rules(shape, spec)
-    owners = {
-        parameter: module
-        for chunk in modules
-        for module in chunk.modules()
-        for parameter in module.parameters(recurse=False)
-    }
-    for _, rule, weight in list(local_tensors(modules, shape)):
+    layers = (layer for chunk in modules for layer in chunk.modules())
+    owners = {weight: layer for layer in layers for weight in layer.parameters(recurse=False)}
+    targeted: dict[torch.nn.Module, list[Rule]] = {}
+    for _, rule, weight in local_tensors(modules, shape):
         if spec.targeted(rule):
-            owners[weight].adapter = Adapter(rule, spec, rules, transformer)
-            owners[weight].register_forward_hook(_add)
+            targeted.setdefault(owners[weight], []).append(rule)
+    for layer, weights in targeted.items():
+        made = [Adapter(rule, spec, rules, transformer) for rule in weights]
+        is_grouped = hasattr(layer, "num_gemms")  # Transformer Engine's, also with one expert
+        layer.adapter = GroupedAdapter(made) if is_grouped else made[0]
+        if hasattr(layer, "return_layernorm_output"):  # Transformer Engine's with a norm, whose output is A's input
+            layer.return_layernorm_output = True
+        layer.register_forward_hook(_add)
     if folder is None:
         initialize(modules, shape, spec, seed)
     else:
         load_peft(folder, modules, shape, spec)
 
 
-def _add(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-    """Add an adapter's output to that of its layer: a tensor, and a bias that is added later."""
-    if not layer.adapter.is_enabled:
+def _add(layer: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Add an adapter's output to that of its layer: a tensor, or one with a bias that is added later."""
+    if getattr(layer, "return_layernorm_output", False):
+        # ((product, normed), None), or with a bias (product, bias, normed)
+        output = (*output[0], None) if isinstance(output[0], tuple) else (output[0], output[2], output[1])
+        inputs, output = (output[1], *inputs[1:]), (output[0], output[2])
+    if not next(adapters([layer.adapter])).is_enabled:
         return output
-    if isinstance(output, Tensor):
-        return output + layer.adapter(inputs[0])
-    return output[0] + layer.adapter(inputs[0]), *output[1:]
+    added = layer.adapter(*inputs)
+    return output + added if isinstance(output, Tensor) else (output[0] + added, *output[1:])
 
 
 @torch.no_grad()
@@ -211,18 +237,18 @@ def initialize(modules: Sequence[torch.nn.Module], shape: ModelShape, spec: Adap
         matrix.copy_(convert.split(rule, whole, group.rank(), group.size()))
 
 
-def adapters(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, Adapter]]:
-    """Yield (layer, its adapter) of a model's chunks."""
+def adapters(modules: Iterable[torch.nn.Module]) -> Iterator[Adapter]:
+    """Yield the adapters of a model's chunks."""
     for chunk in modules:
         for module in chunk.modules():
-            if isinstance(adapter := getattr(module, "adapter", None), Adapter):
-                yield module, adapter
+            if isinstance(module, Adapter):
+                yield module
 
 
 @contextmanager
 def adapters_off(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Let the model compute with the weights alone: those of the reference."""
-    changed = [adapter for _, adapter in adapters(modules) if adapter.is_enabled]
+    changed = [adapter for adapter in adapters(modules) if adapter.is_enabled]
     try:
         for adapter in changed:
             adapter.is_enabled = False
@@ -230,3 +256,26 @@ def adapters_off(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     finally:
         for adapter in changed:
             adapter.is_enabled = True
+
+
+def check_gradients(modules: Iterable[torch.nn.Module]) -> None:
+    """Look at the gradients of the first step that has any: each B learns, as long as no A is zero.
+
+    A collective of the ranks that have the same layers. An expert may have no token, but not all of a layer.
+    Raises RuntimeError, which names the layers that learn nothing, as where something bypasses the layer's hook.
+    """
+    learns: dict[str, bool] = {}
+    for adapter in adapters(modules):
+        name = adapter.rule.megatron if adapter.rule.expert is None else adapter.rule.of_expert(0)
+        for place, matrix in adapter.B.named_parameters():
+            key = f"{name.removesuffix('.weight')}{ADAPTER}B.{place}"
+            learns[key] = learns.get(key, False) or bool(matrix.main_grad.any())
+    flags = torch.tensor([*learns.values(), True], dtype=torch.int, device=torch.cuda.current_device())
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    silent = [name for name, flag in zip(learns, flags.tolist(), strict=False) if not flag]
+    if silent:
+        raise RuntimeError(
+            f"{len(silent)} of {len(learns)} adapters get no gradient, {silent[0]} among them; leave out what computes"
+            " with the layer's weight past the layer, or exclude the module (--exclude-modules)"
+        )

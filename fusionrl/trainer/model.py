@@ -44,6 +44,7 @@ class Trained:
     scheduler     learning rate and weight decay
     routing       what routers must choose, or None where they are free
     is_amid       some optimizer steps of a rollout have been taken, but not all
+    has_learnt    each adapter has had a gradient
     """
 
     chunks: list[DistributedDataParallel]
@@ -52,6 +53,7 @@ class Trained:
     scheduler: OptimizerParamScheduler
     routing: RoutingReplay | None = None
     is_amid: bool = False
+    has_learnt: bool = False
 
 
 def build_model(
