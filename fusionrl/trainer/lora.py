@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -206,16 +205,18 @@ def attach(
         load_peft(folder, modules, shape, spec)
 
 
-def _add(layer: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def _add(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: object) -> object:
     """Add an adapter's output to that of its layer: a tensor, or one with a bias that is added later."""
+    hidden, *further = inputs
+    product, *others = output if isinstance(output, tuple) else (output,)
     if getattr(layer, "return_layernorm_output", False):
-        # ((product, normed), None), or with a bias (product, bias, normed)
-        output = (*output[0], None) if isinstance(output[0], tuple) else (output[0], output[2], output[1])
-        inputs, output = (output[1], *inputs[1:]), (output[0], output[2])
-    if not next(adapters([layer.adapter])).is_enabled:
-        return output
-    added = layer.adapter(*inputs)
-    return output + added if isinstance(output, Tensor) else (output[0] + added, *output[1:])
+        if isinstance(product, tuple):  # ((product, normed), None)
+            product, hidden = product
+        else:  # (product, bias, normed)
+            hidden = others.pop()
+    if next(adapters([layer.adapter])).is_enabled:
+        product = product + layer.adapter(hidden, *further)
+    return (product, *others) if isinstance(output, tuple) else product
 
 
 @torch.no_grad()
