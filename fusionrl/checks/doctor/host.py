@@ -17,6 +17,8 @@ from fusionrl.base.spelling import existing_parent
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import changes_weights, saves
+from fusionrl.models.adapters import num_adapter_parameters
+from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.devices import GIB, host_memory
 from fusionrl.plan.plan import Plan
 
@@ -148,7 +150,7 @@ def disk_findings_of_run(config: Config | None, plan: Plan | None) -> list[Findi
     if config is not None and config.checkpoint.save_hf:
         folders["--save-hf"] = Path(config.checkpoint.save_hf).parent
     if config is not None and plan is not None:
-        weights = float(plan.shape.num_parameters * (4 if plan.precision == "fp32" else 2))
+        weights = float(_num_saved(config, plan) * (4 if plan.precision == "fp32" else 2))
         needed = {"--run-dir": ("checkpoints", checkpoint_bytes(config, plan)), "--save-hf": ("weights", weights)}
     return disk_findings(folders, needed)
 
@@ -167,7 +169,13 @@ def checkpoint_bytes(config: Config, plan: Plan) -> float:
     if options.keep_checkpoints is not None:
         num_saved = min(num_saved, options.keep_checkpoints + 1)  # the newest is written before the oldest goes
     parameter = _STATE_BYTES_FP32 if plan.precision == "fp32" else _STATE_BYTES
-    return float(max(num_saved, 1) * plan.shape.num_parameters * parameter)
+    return float(max(num_saved, 1) * _num_saved(config, plan) * parameter)
+
+
+def _num_saved(config: Config, plan: Plan) -> int:
+    """Return the number of values that checkpoints and --save-hf have: of the model, or its adapters."""
+    adapters = adapters_of(config, plan.shape)
+    return plan.shape.num_parameters if adapters is None else num_adapter_parameters(plan.shape, adapters)
 
 
 def temporary_folder() -> Path:
