@@ -33,10 +33,11 @@ class TrainerGroups:
         return len(self.actors)
 
     def train(self, rollout_id: int, shards: Refs, auxiliary_shards: Refs = ()) -> dict[str, float]:
-        """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
+        """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i, and of several adapters so
+        do those that follow. Rank 0's metrics."""
         assert self.plan.layout is not None
         layout, auxiliary = self.plan.layout, self.plan.auxiliary
-        policy_shards = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
+        policy_shards = [list(shards[layout.dp_rank(rank) :: layout.dp]) for rank in range(layout.world_size)]
         if auxiliary is None:
             return self._gather(
                 [t.train.remote(rollout_id, s) for t, s in zip(self.actors, policy_shards, strict=True)]

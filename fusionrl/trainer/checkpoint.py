@@ -8,6 +8,8 @@ pipeline, context or data parallel size. RNG states belong to ranks and are rest
 same.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
@@ -153,7 +155,10 @@ class Saving:
 
     path     where it will be, once `finish` has returned
     rank     of this process
+    earlier  of the same checkpoint: several adapters have one each
     """
+
+    earlier: Saving | None = None
 
     def __init__(self, path: str, rank: int, files: PendingFiles, description: dict[str, Any]) -> None:
         self._final, self._partial = Path(path), Path(path + ".partial")
@@ -161,13 +166,15 @@ class Saving:
 
     def is_done(self) -> bool:
         """Return whether `finish` would not wait for this rank's files."""
-        return self._files.is_done()
+        return self._files.is_done() and (self.earlier is None or self.earlier.is_done())
 
     def finish(self) -> None:
         """Publish it; collective. It replaces one of its name.
 
         Raises OSError on every rank if one cannot write; what was at the path is then as it was.
         """
+        if self.earlier is not None:
+            self.earlier.finish()
         try:
             self._files.finish()
             with failing_together():

@@ -309,7 +309,8 @@ class ModelRank:
             rng_restored=bool(loaded["rng_restored"]),
         )
         if self.config.checkpoint.verify_checkpoints:
-            restored["hashes"] = self.state_hashes()  # before the flags, which may give another rate than was saved
+            # Before the flags, which may give another rate than was saved.
+            restored["hashes"] = checkpoint.state_hashes(self.trained)
         for group, of_flags in zip(self.trained.optimizer.param_groups, options, strict=True):
             group.update(of_flags)
         self.trained.scheduler.step(0)  # the rates of this position, by the schedule of the flags

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
     from fusionrl.trainer.stages import Prepared
     from fusionrl.trainer.steps import Stepping
+    from fusionrl.trainer.trainer_base import Learned
 
 
 class PolicyTrainer(PushSource):
@@ -82,14 +83,25 @@ class PolicyTrainer(PushSource):
     def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
         """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
 
-        `columns`: what a process reward model's `process_rewards` gave on each of its data-parallel ranks. Returns
-        `train/…` metrics, pooled over the optimizer steps (see `step_report.py`); the same on every rank. Raises
-        ValueError for a shard that no loss can be computed from.
+        shard    with several adapters a list of references, to a shard for each that has samples: each learns from its
+                 own, as in a run of its own
+        columns  what a process reward model's `process_rewards` gave on each of its data-parallel ranks
+
+        Returns `train/…` metrics, pooled over the optimizer steps (see `step_report.py`), and `adapter/…` of several
+        adapters; the same on every rank. Raises ValueError for a shard that no loss can be computed from.
         """
-        with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
-            metrics, samples = self.learn(rollout_id, self._prepare(rollout_id, pulled))
-        self._samples = rollout_id, samples
-        return metrics
+        sources = [[ref] for ref in shard] if isinstance(shard, list) else [shard]
+        learned: dict[str | None, Learned] = {}
+        with phase("train", step=rollout_id + 1):
+            for source in sources:
+                with self._pulled(rollout_id, source, columns) as pulled:
+                    self.take_adapter(pulled.adapter)
+                    learned[pulled.adapter] = self.take_steps(rollout_id, self._prepare(rollout_id, pulled))
+                self.trained.is_amid = len(learned) < len(sources)
+        self._samples = rollout_id, {k: v for part in learned.values() for k, v in part.samples.items()}
+        if self.adapter_states is not None:
+            self.adapter_states.note(rollout_id)
+        return self.metrics_of(list(learned.values())) | self.metrics_by_adapter(learned)
 
     def score_ahead(self, rollout_id: int, shard: ShardSource) -> None:
         """Compute the log-probs that the `prepare` or `train` that follows needs, which do not need its columns.
@@ -164,5 +176,6 @@ class PolicyTrainer(PushSource):
         pulled = pull(shard)
         options = replace(self.batch_options, replay_layers=None)
         batches = [batch for step in pulled.steps for batch in build_micro_batches(pulled, step, options, self.layout)]
-        total, tokens = evaluate(self.trained, batches, self.device)
+        with self.lent_adapter(pulled.adapter):
+            total, tokens = evaluate(self.trained, batches, self.device)
         return {"eval/loss": total / max(tokens, 1.0), "eval/num_tokens": tokens}

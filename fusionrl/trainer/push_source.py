@@ -11,7 +11,7 @@ from fusionrl.observe.spans import phase
 from fusionrl.plan.adapters import adapter_folders
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
-from fusionrl.trainer.trainer_base import TrainerBase
+from fusionrl.trainer.adapter_trainer import AdapterTrainer
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fusionrl.weights.send import WeightSender
 
 
-class PushSource(TrainerBase):
+class PushSource(AdapterTrainer):
     """A rank that takes part in weight pushes. The process that has it sets `plan` and `host`, its node's address."""
 
     plan: Plan

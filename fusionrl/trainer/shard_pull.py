@@ -29,7 +29,8 @@ def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShar
     Raises ValueError for a sample without a prompt token, for nothing predicts the first token of a text.
     """
     with span("pull"):
-        shard: TrainShard = source if isinstance(source, TrainShard) else get(source[0])
+        first = source[0] if isinstance(source, list) else source
+        shard: TrainShard = first if isinstance(first, TrainShard) else get(first)
     bad = np.flatnonzero((shard.response_lengths > 0) & (shard.response_lengths >= shard.total_lengths))
     if bad.size:
         i = int(bad[0])

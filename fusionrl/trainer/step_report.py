@@ -46,18 +46,21 @@ class StepReport:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> dict[str, float]:
+def pooled_metrics(
+    steps: Sequence[StepReport], first_is_old: bool = False, firsts: Sequence[int] = (0,)
+) -> dict[str, float]:
     """Metrics of a rollout's optimizer steps, without prefix.
 
     steps         at least one
     first_is_old  the policy at the first step is the one that the ratios compare with. Metrics of `OFF_POLICY` are then
                   of the steps after it, if there are any.
+    firsts        places of the first step, of each adapter that learns
 
     Returns means over tokens and over samples, pooled over the steps; means over the steps of what is one number a step
     (`loss`, `lr`, `grad_norm`); sums of `COUNTED`; the largest of `maxima`; and the smallest and largest step as
     `…_min` and `…_max`.
     """
-    later = steps[1:] if first_is_old and len(steps) > 1 else steps
+    later = [step for place, step in enumerate(steps) if not (first_is_old and place in firsts)] or steps
     metrics = _over_steps([step.sums for step in steps])
     for kind, counter in (("token_sums", "tokens"), ("sequence_sums", "sequences")):
         for name in _names([getattr(step, kind) for step in steps]):

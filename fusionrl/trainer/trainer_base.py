@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +24,20 @@ if TYPE_CHECKING:
     from fusionrl.trainer.score import Scorer
     from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
     from fusionrl.trainer.stages import Prepared
+    from fusionrl.trainer.step_report import StepReport
     from fusionrl.trainer.steps import SkipWatch, Stepping
 
 
 MAX_NAMED = 16  # samples in a message
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A report for each optimizer step on a shard, metrics of its preparation, and values of its single samples."""
+
+    reports: list[StepReport]
+    metrics: dict[str, float]
+    samples: SampleColumns
 
 
 class TrainerBase(ModelRank):
@@ -123,8 +135,26 @@ class TrainerBase(ModelRank):
 
         Returns the metrics of the rollout, the same on every rank, and values of this rank's single samples.
         """
-        from fusionrl.trainer.sample_columns import add_token_values, sample_columns
+        learned = self.take_steps(rollout_id, prepared)
+        return self.metrics_of([learned]), learned.samples
+
+    def metrics_of(self, parts: Sequence[Learned]) -> dict[str, float]:
+        """Return the metrics of a rollout, pooled over the adapters that learned from it."""
         from fusionrl.trainer.step_report import pooled_metrics
+
+        # With the engine's log-probs as the old ones, the first step's ratios are not 1.
+        first_is_old = not self.stepping.loss.use_rollout_log_probs
+        reports = [report for part in parts for report in part.reports]
+        firsts = list(itertools.accumulate((len(part.reports) for part in parts[:-1]), initial=0))
+        metrics = pooled_metrics(reports, first_is_old, firsts)
+        for name in parts[0].metrics:
+            values = [part.metrics[name] for part in parts]
+            metrics[name] = sum(values) if name.endswith("_excluded") else sum(values) / len(values)
+        return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}
+
+    def take_steps(self, rollout_id: int, prepared: Prepared) -> Learned:
+        """Take the optimizer steps of a prepared shard."""
+        from fusionrl.trainer.sample_columns import add_token_values, sample_columns
         from fusionrl.trainer.steps import take_steps
 
         counters, stepping = self.counters, self.stepping
@@ -134,13 +164,10 @@ class TrainerBase(ModelRank):
         counters["optimizer_steps"] += len(reports) - num_skipped
         counters["rollout_id"] = rollout_id
         self.trained.is_amid = False
-        # With the engine's log-probs as the old ones, the first step's ratios are not 1.
-        first_is_old = not stepping.loss.use_rollout_log_probs
-        metrics = pooled_metrics(reports, first_is_old=first_is_old) | prepared.metrics
         samples: SampleColumns = {}
         at = self.layout.coordinates(self.rank)
         if stepping.loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
             samples = sample_columns(prepared.shard, token_scores)
             if self.config.run.save_token_values:
                 add_token_values(samples, prepared.shard, token_scores)
-        return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}, samples
+        return Learned(reports, prepared.metrics, samples)

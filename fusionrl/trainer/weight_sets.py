@@ -33,6 +33,11 @@ class WeightSet:
         held = local_tensors(chunks, shape) if adapters is None else local_adapters(chunks, shape, adapters)
         return cls(((tensor, tensor) for _, _, tensor in held), adapters is not None)
 
+    def rebind(self, tensors: Iterable[Tensor]) -> WeightSet:
+        """Take other tensors of the same sizes for those of the model: a load makes the optimizer's anew."""
+        self._weights = [(tensor, saved) for tensor, (_, saved) in zip(tensors, self._weights, strict=True)]
+        return self
+
     def update(self) -> None:
         """Take the weights that the model has now, into the memory that the set has."""
         for param, saved in self._weights:

@@ -111,4 +111,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no metric is called 'train/no_such'" in capsys.readouterr().err
     assert describe("mismatch").startswith("train/logprob_diff_mean"), "the step line's own word"
     assert set(_ON_THE_CONSOLE.values()) <= set(_SHOWN.values()) and set(_ON_THE_CONSOLE.values()) <= set(GLOSSARY)
-    assert describe("grad_norm").count("from: fusionrl/") == 9, "of three models: mean, minimum, maximum"
+    assert describe("grad_norm").count("from: fusionrl/") == 10, (
+        "of three models: mean, minimum, maximum; of an adapter"
+    )

@@ -1,0 +1,111 @@
+"""Several adapters on one model: one of them is in the model, the states of the others wait in host memory.
+
+A state is all that a run of its own would have changed: the adapter's parameters, their fp32 master weights and
+moments, the optimizer's step counts, the position in the schedule, counters, skipped steps and RNG states. It comes
+back bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fusionrl.models.hf_io import gather_params
+from fusionrl.trainer.checkpoint import rng_state, set_rng_state
+from fusionrl.trainer.model import Trained
+from fusionrl.trainer.steps import SkipWatch
+from fusionrl.trainer.weight_sets import WeightSet
+
+
+@dataclass
+class Progress:
+    """What a rank counts of an adapter: as `ModelRank.counters`, and the skipped steps in a row."""
+
+    counters: dict[str, int]
+    skips: SkipWatch
+
+
+@dataclass
+class _State:
+    """The state of an adapter; of the one in the model, as it was when it came there.
+
+    weights    its parameters, and the rest of its tensors in `optimizer`
+    steps      of the optimizer's groups
+    scheduled  position in the schedule
+    rng        RNG states of this rank
+    """
+
+    progress: Progress
+    weights: WeightSet
+    optimizer: WeightSet
+    steps: list[Any]
+    scheduled: int
+    rng: dict[str, Any]
+
+
+class AdapterStates:
+    """The adapters of a rank by name, of which `current` is in the model. All begin with what the model has now."""
+
+    def __init__(self, trained: Trained, names: Sequence[str], progress: Progress) -> None:
+        self._trained, self.current = trained, names[0]
+        self._states = {name: self._taken(copy.deepcopy(progress)) for name in names}
+
+    @property
+    def progress(self) -> Progress:
+        """Of the adapter in the model."""
+        return self._states[self.current].progress
+
+    def order(self) -> list[str]:
+        """Return the names, that of the adapter in the model first."""
+        return sorted(self._states, key=lambda name: name != self.current)
+
+    def switch(self, name: str) -> None:
+        """Bring an adapter into the model, in place of the one that is there."""
+        if name == self.current:
+            return
+        gather_params(self._trained.chunks)
+        before, state = self._states[self.current], self._states[name]
+        before.weights.update()
+        before.optimizer.rebind(_optimizer_tensors(self._trained)).update()
+        before.steps, before.scheduled, before.rng = self._steps(), self._trained.scheduler.num_steps, rng_state()
+        state.weights.put_back()
+        state.optimizer.rebind(_optimizer_tensors(self._trained)).put_back()
+        for group, step in zip(self._trained.optimizer.param_groups, state.steps, strict=True):
+            group["step"] = step
+        self._trained.scheduler.num_steps = state.scheduled
+        self._trained.scheduler.step(0)  # the rates of this position
+        set_rng_state(state.rng)
+        self.current = name
+
+    def lent(self, name: str) -> AbstractContextManager[None]:
+        """Within it the model computes with an adapter's parameters. Nothing may be trained or saved there."""
+        return nullcontext() if name == self.current else self._states[name].weights.lent()
+
+    def note(self, rollout_id: int) -> None:
+        """Note that all adapters have learned what they learn of a rollout."""
+        for state in self._states.values():
+            state.progress.counters["rollout_id"] = rollout_id
+
+    def _taken(self, progress: Progress) -> _State:
+        parameters = [p for chunk in self._trained.chunks for p in chunk.parameters() if p.requires_grad]
+        weights, optimizer = (
+            WeightSet((t, t) for t in tensors) for tensors in (parameters, _optimizer_tensors(self._trained))
+        )
+        return _State(progress, weights, optimizer, self._steps(), self._trained.scheduler.num_steps, rng_state())
+
+    def _steps(self) -> list[Any]:
+        return [group.get("step", 0) for group in self._trained.optimizer.param_groups]
+
+
+def _optimizer_tensors(trained: Trained) -> Iterator[Tensor]:
+    """Yield the fp32 master weights and what the optimizer keeps of each; views of fp32 parameters come again."""
+    for inner in trained.optimizer.chained_optimizers:
+        for group in [] if getattr(inner, "is_stub_optimizer", False) else inner.optimizer.param_groups:
+            for param in group["params"]:
+                yield param.detach()
+                yield from (value for value in inner.optimizer.state[param].values() if isinstance(value, Tensor))
