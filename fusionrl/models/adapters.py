@@ -67,13 +67,14 @@ class AdapterSpec(BaseModel):
         )
 
 
+@lru_cache(maxsize=8)
 def checked_spec(spec: AdapterSpec, shape: ModelShape) -> AdapterSpec:
     """Return `spec`.
 
     Raises:
         ValueError: a name of a module that no linear layer of the model has, or no module is left.
     """
-    rules = [rule for rule in families.model_rules(shape).values() if _may_have_adapter(rule)]
+    rules = [rule for rule in families.model_rules(shape).values() if not rule.expert and _may_have_adapter(rule)]
     for flag, names in (("--target-modules", spec.targets), ("--exclude-modules", spec.excluded)):
         for name in names:
             if name != ALL_LINEAR and not any(_is_named((name,), rule, hf) for rule in rules for hf in rule.hf):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import changes_weights
@@ -73,7 +74,12 @@ def frozen_of(config: Config, shape: ModelShape) -> frozenset[str]:
     Raises ValueError as `frozen_tensors` and `adapters_of`.
     """
     if adapters_of(config, shape) is not None:
-        return frozenset(name for name, rule in model_rules(shape).items() if not rule.buffer)
+        return _all_parameters(shape)
     train = config.train
     lists = tuple(train.freeze_params_name_list), tuple(train.only_train_params_name_list)
     return frozen_tensors(shape, *lists, train.freeze_vision and shape.vision is not None)
+
+
+@lru_cache(maxsize=4)
+def _all_parameters(shape: ModelShape) -> frozenset[str]:
+    return frozenset(name for name, rule in model_rules(shape).items() if not rule.buffer)

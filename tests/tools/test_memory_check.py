@@ -11,10 +11,13 @@ from tools import memory_check
 Rows = dict[str, list[dict[str, Any]]]
 STATES = {"qwen3_moe TP 2 EP 2 ETP 1": [4], "qwen3 tied PP 2 VPP 2": [2], "deepseek_v3 TP 2 PP 2 CP 2 EP 2": [8]}
 STATES |= {"qwen3_5 frozen, bf16": [1], "qwen3_next TP 2": [2], "qwen3_vl TP 2 PP 2": [4]}
+STATES |= {"qwen3_moe lora TP 2 EP 2 ETP 2": [4], "deepseek_v3 lora of latents one rank, bf16": [1]}
 ACTIVATIONS = [
     *(f"qwen3: attention with q/k norms, MLP{kind}" for kind in (" core_attn", " full", ", long none")),
     *(f"qwen2_moe: with a shared expert {recompute}" for recompute in ("none", "moe")),
     "glm4: output norms mlp",
+    "qwen3_moe: mixture of experts, lora 16 none",
+    "qwen3_moe: mixture of experts, EP 2, lora 16 none",
     *(f"qwen3_5_text: {kind}" for kind in ("a gated delta net none", "gated attention none")),
     "short_conv: a kind of a plug-in none",
     *(
