@@ -21,6 +21,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl view [RUN …] [--html FILE] …                 a run as one HTML file; one sample with coloured tokens
   fusionrl timeline [RUN] [--out FILE] …                what each process did, and when, for Perfetto; where time went
   fusionrl track [RUN] --to wandb …                     metrics of a run in a tracker, also of a live run
+  fusionrl export FROM OUT [--merge] …                  an adapter as a PEFT folder, or added to its base model
   fusionrl engines add|remove|list --run-dir RUN …      engines of others join a run and leave it
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
@@ -40,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "view": "fusionrl.observe.view.command:main",
     "timeline": "fusionrl.observe.timeline.command:main",
     "track": "fusionrl.observe.track.command:main",
+    "export": "fusionrl.cli.export:run",
     "engines": "fusionrl.cli.engines:run",
     "data": "fusionrl.cli.data:run",
     "flags": "fusionrl.cli.flags:run",
