@@ -2,13 +2,15 @@
 
     python -m tools.family_loops --out DIR [--only TEXT] [--pipelines on-policy,one-step-off] [--json FILE]
 
-Models that see run as text alone, and with images (`--only +images`).
+Models that see run as text alone, and with images (`--only +images`). With adapters (`--only +lora`) every family runs
+with a merged push, and those of which engines take adapters with an adapter push.
 
 A row is a run of `fusionrl train` of three steps with a tiny random model in fp32 on this machine's CPU. Its columns
 are the largest difference of log-probs after a push (`sync/verify_logprob_diff`), and the mean one between the engine
 that sampled and the trainer, of tokens that both compute with the same weights (`train/logprob_diff_mean`, so on-policy
-alone). Exit code 1 where the first is over 1e-5 or the second over 1e-6 (3e-6 for delta nets), a step learns nothing,
-or a run fails. A row takes about 20 seconds on two cores.
+alone). Exit code 1 where the first is over 1e-5 (2.5e-6 with adapters, so that both pushes of them differ by 5e-6 at
+most) or the second over 1e-6 (3e-6 for delta nets), a step learns nothing, or a run fails. A row takes about 20 seconds
+on two cores.
 """
 
 import argparse
@@ -27,8 +29,11 @@ from tools.make_vision_quickstart import write_rows
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ("qwen3_5", "qwen3_5_moe")
 SEEING = "+images"
+MERGED, ADAPTER = "+lora merged", "+lora adapter"
 _DELTA = ("qwen3_5", "qwen3_next")
-PUSH_BOUND, MEAN_BOUND, DELTA_BOUND = 1e-5, 1e-6, 3e-6
+PUSH_BOUND, ADAPTERS_BOUND, MEAN_BOUND, DELTA_BOUND = 1e-5, 2.5e-6, 1e-6, 3e-6
+_LORA = {"mode": "rl", "rollout_num_gpus": 1, "lora_rank": 4}
+_WITHOUT_MLP = ("linear_fc1", "linear_fc2")
 
 
 def families() -> list[str]:
@@ -38,7 +43,25 @@ def families() -> list[str]:
 
     alone = (*tiny_vision.KINDS, tiny_vision.KIMI)
     seeing = [f"{kind}{SEEING}" for kind in (*alone, *tiny_vision.HYBRIDS)]
-    return [*hf_models.FAMILIES, *hf_models.SPARSE, *PUBLISHED, *alone, *seeing]
+    texts = (*hf_models.FAMILIES, *hf_models.SPARSE)
+    adapted = [f"{family}{MERGED}" for family in texts]
+    adapted += [f"{family}{ADAPTER}" for family in texts if adapter_flags(family) is not None]
+    return [*texts, *PUBLISHED, *alone, *seeing, *adapted]
+
+
+def adapter_flags(family: str) -> dict[str, Any] | None:
+    """Return the flags with which engines take the family's adapters, on an MLP too if they can; None: they cannot."""
+    from fusionrl.config.config import Config
+    from fusionrl.models.shape import shape_from_hf_config
+    from fusionrl.plan.adapters import adapter_push
+    from tests.trainer import hf_models
+
+    config = json.loads(hf_models.config_of(family, False).to_json_string(use_diff=False)) | {"model_type": family}
+    for flags in ({}, {"exclude_modules": list(_WITHOUT_MLP)}):
+        push = adapter_push(Config.from_flat(_LORA | flags), shape_from_hf_config(config))
+        if push is not None and push[0] == "adapter":
+            return flags
+    return None
 
 
 def make_model(family: str, task: Path, folder: Path) -> None:
@@ -48,10 +71,11 @@ def make_model(family: str, task: Path, folder: Path) -> None:
     from tests import tiny_vision
     from tests.trainer import hf_models
 
-    kind = family.removesuffix(SEEING)
-    if kind != family or kind in (*tiny_vision.KINDS, tiny_vision.KIMI):
+    kind, _, _ = family.partition("+")
+    if family.endswith(SEEING) or kind in (*tiny_vision.KINDS, tiny_vision.KIMI):
         tiny_vision.make_tiny_vlm(folder, kind)
         return
+    family = kind
     tokens = AutoConfig.from_pretrained(task / "model")
     sizes = {name: getattr(tokens, name) for name in ("vocab_size", "max_position_embeddings", "eos_token_id")}
     if family in ("qwen2_moe", "qwen3_moe"):
@@ -95,10 +119,16 @@ def run_family(family: str, pipeline: str, task: Path, folder: Path) -> dict[str
         *("--prompt-data", str(task / file), *columns),
         *("--apply-chat-template", "--custom-rm-path", f"{ROOT}/tools/proof/hooks.py:partial_credit"),
         *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "12"),
-        *("--lr", "1e-3", "--device", "cpu", "--num-rollout", "3", "--no-save", "--verify-weights", "always"),
+        *("--device", "cpu", "--num-rollout", "3", "--no-save", "--verify-weights", "always"),
         *("--rollout-num-gpus", "1", "--pipeline", pipeline, "--run-dir", str(folder / "run")),
     ]
-    command += ["--sglang-trust-remote-code"] if family == "mimo" else []
+    command += ["--sglang-trust-remote-code"] if family.startswith("mimo") else []
+    name, has_adapters, push = family.partition("+lora ")
+    command += ["--lr", "1e-2" if has_adapters else "1e-3"]
+    if has_adapters:
+        command += ["--lora-rank", str(_LORA["lora_rank"]), "--lora-push", push]
+    if push == "adapter" and adapter_flags(name):
+        command += ["--exclude-modules", *_WITHOUT_MLP]
     with open(folder / "output.txt", "wb") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode
     row: dict[str, Any] = {"family": family, "pipeline": pipeline}
@@ -107,7 +137,7 @@ def run_family(family: str, pipeline: str, task: Path, folder: Path) -> dict[str
     metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in metrics if "train/grad_norm" in line]
     row["push"] = max(line.get("sync/verify_logprob_diff", math.inf) for line in metrics)
-    why = [] if row["push"] <= PUSH_BOUND else ["a push"]
+    why = [] if row["push"] <= (ADAPTERS_BOUND if has_adapters else PUSH_BOUND) else ["a push"]
     if len(trained) != 3 or not all(line["train/grad_norm"] > 0 for line in trained):
         why.append("a step without a gradient")
     if pipeline == "on-policy":

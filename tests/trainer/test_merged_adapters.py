@@ -19,7 +19,7 @@ from fusionrl.weights.merge import merged_tensors
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import Samples, adapter_value, config_of
 
-NAMES = [*(name for name in hf_models.FAMILIES if name != "gpt_oss"), *hf_models.PLUGINS]  # its stacks have none
+NAMES = [*hf_models.FAMILIES, *hf_models.PLUGINS]
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 FLAGS = {"lora_rank": 4, "lora_alpha": 16.0}
 
