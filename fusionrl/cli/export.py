@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusionrl.base.log_suppression import quiet
 from fusionrl.cli.exit_codes import refuse
 from fusionrl.models.adapted import base_identity, saved_in
 from fusionrl.models.adapters import AdapterSpec, peft_sizes
@@ -29,12 +30,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist")
     parser.add_argument("--merge", action="store_true", help="write the whole model, the adapter added to its weights")
     parser.add_argument("--adapter", metavar="NAME", help="of several in the run, this one")
-    parser.add_argument(_FLAG, help="folder of the base model, if it is no longer where the run or PEFT's config has it")
+    parser.add_argument(
+        _FLAG, help="folder of the base model, if it is no longer where the run or PEFT's config has it"
+    )
     options = parser.parse_args(argv)
     try:
         if options.out.exists():
             raise ValueError(f"{options.out}: it exists already; give another folder")
-        _export(options.source, options.out, options.merge, options.adapter, options.hf_checkpoint)
+        with quiet():
+            _export(options.source, options.out, options.merge, options.adapter, options.hf_checkpoint)
     except (OSError, ValueError) as error:
         return refuse([str(error)])
     print(options.out)
