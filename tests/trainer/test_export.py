@@ -73,7 +73,7 @@ def test_a_merged_model_in_bf16_is_rounded_once(make_peft, tmp_path) -> None:
         assert torch.equal(got[weight], exact.bfloat16()), weight
     merged = peft.merge_and_unload().state_dict()
     errors = [(got[name].float() - merged[name].float()).abs().max() for name in got]
-    assert max(errors) < 0.02, "and PEFT's is no other model"
+    assert max(errors) < 0.02, "PEFT's model is nearly the same"
 
 
 def export(_: Any, *argv: str) -> str:
