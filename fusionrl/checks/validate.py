@@ -6,6 +6,7 @@ Each subject has a file in this room; a function `…_errors` returns messages t
 from dataclasses import dataclass
 
 from fusionrl.base.wording import attempt
+from fusionrl.checks.adapters import adapter_errors, adapter_folder_errors
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.data import check_prompts
 from fusionrl.checks.effects import effect_errors
@@ -68,7 +69,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     hooks = hook_paths(vars(config.to_args()))
     errors += [error for field, path in hooks if (error := check_hook(field, path))]
     warnings: list[str] = []
-    errors += image_errors(config, shape) if shape else []
+    errors += image_errors(config, shape) + adapter_folder_errors(config, shape) if shape else []
     num_prompts = check_prompts(config, errors, warnings, vocab_size)
     errors += evaluation_errors(config, warnings, vocab_size)
     errors += length_errors(config, shape) + template_errors(config) + _flag_errors(config, shape)
@@ -86,7 +87,7 @@ def _flag_errors(config: Config, shape: ModelShape | None) -> list[str]:
     errors = engine_size_errors(config, shape) + unserved_errors(config, shape) + engine_image_errors(config, shape)
     errors += rollout_errors(config) + mode_errors(config)
     errors += rollout_sampling_errors(config, None if shape is None else shape.vocab_size)
-    errors += algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
+    errors += adapter_errors(config) + algorithm_errors(config) + routing_errors(config, shape) + effect_errors(config)
     where = f"the config.json of --hf-checkpoint {config.model.hf_checkpoint}"
     return errors + ([] if shape is None else claim_errors(shape, config.passthrough.slime, where))
 

@@ -4,6 +4,7 @@ import contextlib
 import re
 from pathlib import Path
 
+from fusionrl.checks.adapters import adapter_warnings, stack_warnings
 from fusionrl.checks.algorithm import algorithm_warnings
 from fusionrl.checks.doctor.host import disk_warnings
 from fusionrl.checks.effects import effect_warnings
@@ -26,13 +27,19 @@ _MARK = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|\[/?INST\]|<(?:start|end)_o
 
 def run_warnings(config: Config, plan: Plan) -> list[str]:
     """Return those of the flags, and those of a run on this machine."""
-    return [*flag_warnings(config), *open_file_warnings(config, plan), *disk_warnings(config, plan)]
+    return [
+        *flag_warnings(config),
+        *stack_warnings(config, plan.shape),
+        *open_file_warnings(config, plan),
+        *disk_warnings(config, plan),
+    ]
 
 
 def flag_warnings(config: Config) -> list[str]:
     """One text a finding, with flag and cure."""
     return [
         *algorithm_warnings(config),
+        *adapter_warnings(config),
         *effect_warnings(config),
         *staleness_warnings(config),
         *context_warnings(config),

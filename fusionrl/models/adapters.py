@@ -67,6 +67,11 @@ class AdapterSpec(BaseModel):
         )
 
 
+def has_stacks(shape: ModelShape) -> bool:
+    """Return whether tensors have the weights of all experts of a layer (gpt-oss): they get no adapters."""
+    return any(rule.stack for rule in families.model_rules(shape).values())
+
+
 @lru_cache(maxsize=8)
 def checked_spec(spec: AdapterSpec, shape: ModelShape) -> AdapterSpec:
     """Return `spec`.
@@ -79,8 +84,9 @@ def checked_spec(spec: AdapterSpec, shape: ModelShape) -> AdapterSpec:
         for name in names:
             if name != ALL_LINEAR and not any(_is_named((name,), rule, hf) for rule in rules for hf in rule.hf):
                 leaves = sorted({_module(hf).rpartition(".")[2] for rule in rules for hf in rule.hf})
+                stacks = "; its experts get no adapters" if has_stacks(shape) else ""
                 raise ValueError(
-                    f"{flag} {name}: no linear layer of a {shape.model_type} model has this name; known are"
+                    f"{flag} {name}: no linear layer of a {shape.model_type} model has this name{stacks}; known are"
                     f" {', '.join(leaves)}, and Megatron's {', '.join(sorted({_leaf(rule) for rule in rules}))}"
                 )
     if not any(spec.targeted(rule) for rule in rules):

@@ -67,12 +67,14 @@ def gib(size: float) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """One group of trainers: its stages, and how many further sets of weights each rank keeps in host memory."""
+    """One group of trainers: its stages, and what each rank keeps in host memory: further sets of weights, and bytes of
+    adapters that wait for their turn."""
 
     name: str
     stages: tuple[StageMemory, ...]
     bundles: tuple[int, ...]
     num_sets: int
+    waiting: float = 0.0
 
     def stage_of(self, rank: int) -> StageMemory:
         return self.stages[rank * len(self.stages) // len(self.bundles)]
@@ -209,6 +211,7 @@ def cpu_bars(
             ("reward model's and teacher's weights", float(sum(memory.weights for memory in known))),
         ]
         sets = [("reference weights", float(sum(g.num_sets * s.states.weights for g, s in ranks)))]
+        sets.append(("adapters that wait", sum(g.waiting for g, _ in ranks)))
         fixed = [*served, *sets, ("processes", processes)]
         training = _sum([_training_plain(stage) for _, stage in ranks])
         training = (*training, ("fragments", CPU_FRAGMENTATION * sum(size for _, size in training)))
@@ -253,6 +256,7 @@ def gpu_host_bars(
     for node, ranks, num_devices, readers in _nodes(plan, groups, scorers, per_node):
         parts = (
             ("reference weights", float(sum(g.num_sets * pinned_bytes(s.states.weights) for g, s in ranks))),
+            ("adapters that wait", sum(g.waiting for g, _ in ranks)),
             ("optimizer", float(sum(s.states.host_optimizer for _, s in ranks))),
             ("offloaded trainers", float(sum(_offloaded(s) for _, s in ranks)) if offloads else 0.0),
             ("engines' weights", kept * num_devices),

@@ -201,7 +201,7 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     uses_reference = needs_reference(a) and not config.lora.lora_rank
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
     stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
-    groups = [Group("trainers", stages, plan.trainer_bundles, num_sets)]
+    groups = [Group("trainers", stages, plan.trainer_bundles, num_sets, _waiting_bytes(plan, config))]
     auxiliary = plan.auxiliary
     if auxiliary is not None:
         role_config = auxiliary_config(config, auxiliary.role)
@@ -293,8 +293,17 @@ def _server_args_of_smallest(plan: Plan, config: Config) -> dict[str, object]:
     return args | ({"disable_radix_cache": True} if pause_mode(config, plan) == "in_place" else {})
 
 
+def _waiting_bytes(plan: Plan, config: Config) -> float:
+    """Return the bytes of a rank's copies of several adapters, which take turns in the model."""
+    spec, count = adapters_of(config, plan.shape), len(adapter_folders(config))
+    if spec is None or count < 2:
+        return 0.0
+    states = training_bytes(plan, config, spec)
+    return float(count * (states.weights + states.optimizer))
+
+
 def training_bytes(plan: Plan, config: Config, spec: AdapterSpec | None) -> Bytes:
-    """Return the states of the rank that has most of them, the optimizer's wherever they are.
+    """Return the states, of what is trained, of the rank that has most of them, the optimizer's wherever they are.
 
     spec  adapters that are trained; None: all weights are
     """
@@ -304,7 +313,8 @@ def training_bytes(plan: Plan, config: Config, spec: AdapterSpec | None) -> Byte
     frozen = frozenset[str]() if spec is None else frozen_of(config, shape)
     options = replace(StateOptions.of(plan.precision, passed.optimizer, passed.ddp), host_share=0.0)
     counted = stage_parameters(shape, layout, stages, frozen, spec)
-    return max((state_bytes(each, layout, options) for each in counted), key=lambda states: states.optimizer)
+    trained = (replace(parameters, frozen=(), frozen_exact=()) for parameters in counted)
+    return max((state_bytes(each, layout, options) for each in trained), key=lambda states: states.optimizer)
 
 
 def _push_bytes(plan: Plan, config: Config) -> float:

@@ -1,0 +1,100 @@
+"""Checks of adapters: what does not go with them, the folders that they start from, and what the literature advises."""
+
+from fusionrl.config.config import Config
+from fusionrl.config.run_parts import changes_weights, needs_reference, uses_trainers
+from fusionrl.models.adapters import ALL_LINEAR, has_stacks
+from fusionrl.models.peft_config import read_peft
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.adapters import adapter_folders, adapters_of, has_several_adapters
+from fusionrl.plan.critic import auxiliary_role
+
+LEAST_LR = 5e-5
+# Of TransformerConfig: layers are then not called as modules, or not one after the other; or hold their weights in fp8.
+_BYPASSING = (
+    *("tp_comm_overlap", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    *("use_transformer_engine_op_fuser", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "fp8", "fp4"),
+)
+_OF_MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "linear_fc1", "linear_fc2")
+_MERGE = "merge the adapter into its base (`fusionrl export --merge`) and give the result as --hf-checkpoint"
+
+
+def adapter_errors(config: Config) -> list[str]:
+    """List what does not go with adapters, a line each."""
+    rank = config.lora.lora_rank
+    if not rank:
+        return []
+    if not uses_trainers(config):
+        return [f"--lora-rank {rank}: engines alone run, and take no adapters from files; {_MERGE}"]
+    train, passed, role = config.train, config.passthrough.transformer, auxiliary_role(config)
+    values = {name: passed.get(name) for name in _BYPASSING}
+    on = [name for name, value in values.items() if value not in (None, False, "none", "")]
+    reasons = {
+        **{f"--{name.replace('_', '-')}": "layers are then not called one by one, with their adapters" for name in on},
+        "--enable-mtp-training": "layers of multi-token prediction have no adapters" * train.enable_mtp_training,
+        "--update-weight-mode delta": "weights stay, or change as a whole" * _sends_deltas(config),
+    }
+    freezing = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
+    reasons |= {
+        f"--{name.replace('_', '-')}": "adapters alone are trained; --target-modules chooses them"
+        for name in freezing
+        if getattr(train, name)
+    }
+    if has_several_adapters(config):
+        reasons |= {
+            f"--advantage-estimator {config.algorithm.advantage_estimator}": f"one {role} would score all" * bool(role),
+            "--optimizer-cpu-offload": "each adapter has an optimizer, which takes turns on the device"
+            * bool(config.passthrough.optimizer.get("optimizer_cpu_offload")),
+        }
+    if config.lora.lora_adapters and config.lora.lora_adapter_path is not None:
+        reasons["--lora-adapter-path"] = "--lora-adapters names a folder for each adapter: NAME=FOLDER"
+    errors = [f"{flag} with --lora-rank {rank}: {reason}; leave one out" for flag, reason in reasons.items() if reason]
+    reference, base = config.model.ref_load, config.model.hf_checkpoint
+    if reference is not None and reference != base and needs_reference(config.algorithm):
+        cure = "leave it out, or give the folder as --hf-checkpoint too"
+        errors.append(f"--ref-load {reference}: the reference of adapters is the model without them; {cure}")
+    return errors
+
+
+def _sends_deltas(config: Config) -> bool:
+    return config.weights.update_weight_transport == "disk" and config.weights.update_weight_mode == "delta"
+
+
+def adapter_folder_errors(config: Config, shape: ModelShape) -> list[str]:
+    """List what is wrong with the PEFT folders that adapters start from."""
+    errors = []
+    several = bool(config.lora.lora_adapters)
+    for name, folder in adapter_folders(config).items():
+        flag = f"--lora-adapters {name}" if several else "--lora-adapter-path"
+        try:
+            if folder is not None and (spec := adapters_of(config, shape)) is not None:
+                read_peft(folder, shape, flag).check(spec)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def adapter_warnings(config: Config) -> list[str]:
+    """Return a line for what the literature advises against ("LoRA Without Regret", docs/guides/adapters.md)."""
+    lora, warnings = config.lora, []
+    if not lora.lora_rank or not changes_weights(config):
+        return []
+    if config.train.lr < LEAST_LR:
+        warnings.append(
+            f"--lr {config.train.lr:g} with --lora-rank: adapters learn best at about ten times the rate of full"
+            f" training; give --lr {LEAST_LR:g} or more"
+        )
+    has_all = ALL_LINEAR in lora.target_modules
+    if not (has_all or set(_OF_MLP) & set(lora.target_modules)) or set(_OF_MLP[-2:]) <= set(lora.exclude_modules):
+        warnings.append(
+            f"--target-modules {' '.join(lora.target_modules)}: adapters on attention alone learn less than those on"
+            " MLPs, even with as many parameters; give all-linear"
+        )
+    return warnings
+
+
+def stack_warnings(config: Config, shape: ModelShape) -> list[str]:
+    """Return a line where all linear layers are asked for, and experts get no adapters."""
+    if not config.lora.lora_rank or ALL_LINEAR not in config.lora.target_modules or not has_stacks(shape):
+        return []
+    reason = "get no adapters, as one tensor has the weights of all of them"
+    return [f"--target-modules all-linear: the experts of {shape.model_type} {reason}"]
