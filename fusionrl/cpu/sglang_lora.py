@@ -1,6 +1,8 @@
 """Adapters (LoRA) in SGLang engines on a CPU: its backend `torch_native`, with what it takes for granted of a GPU.
 
 * There is no pinned memory without a GPU.
+* The backend describes a batch by some twenty tensors, and goes through them one element after the other in each layer;
+  here numbers of Python's do, and products of a batch with one adapter are done at once.
 * SGLang widens the MLP of an engine with several ranks to a multiple of 32 on each, but not what is multiplied with it
   in an adapter; a rank's part is then cut out in the wrong place. Zeros widen the adapter as the weights.
 * Latent attention multiplies with its `kv_b_proj` in two halves, whose adapter is added by kernels for a GPU.
@@ -8,9 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +21,22 @@ from torch.nn.functional import pad
 
 from fusionrl.base.lazy_modules import when_imported
 
-_MODULES = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
+
+class Segment(NamedTuple):
+    """Tokens of a batch, one after the other, that have the same adapter."""
+
+    rows: slice
+    slot: int  # of the adapter in the engine's buffers
+    rank: int
+    scale: float
 
 
 def register() -> None:
     """Let schedulers of this process, and of those forked from it, serve adapters; call it once."""
-    for name in _MODULES:
-        when_imported(name, _unpin)
+    when_imported("sglang.srt.lora.layers", _unpin)
     when_imported("sglang.srt.lora.layers", _widen)
+    when_imported("sglang.srt.lora.backend.torch_backend", _multiply)
     when_imported("sglang.srt.lora.deepseek_mla_correction", _correct_latent)
-    torch.Tensor.pin_memory = lambda self, *_, **__: self
 
 
 class _WithoutPins(ModuleType):
@@ -43,13 +52,55 @@ class _WithoutPins(ModuleType):
     def tensor(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         return torch.tensor(*args, **options)
 
-    @staticmethod
-    def zeros(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        return torch.zeros(*args, **options)
+
+def _unpin(layers: ModuleType) -> None:
+    vars(layers)["torch"] = _WithoutPins()
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
 
 
-def _unpin(module: ModuleType) -> None:
-    vars(module)["torch"] = _WithoutPins()
+def _multiply(backends: ModuleType) -> None:
+    kind = backends.TorchNativeLoRABackend
+    kind.prepare_lora_batch, kind.forward_with_base = prepare_batch, add_adapters
+
+
+def prepare_batch(
+    backend: Any, batch: Any, slots: Sequence[int], ranks: Sequence[int], scales: Sequence[float], *_: Any, **__: Any
+) -> None:
+    """Note which tokens of a batch have which adapter; `slots` of its requests, `ranks` and `scales` of all slots."""
+    counts = [1] * len(slots) if batch.forward_mode.is_decode() else batch.extend_seq_lens_cpu or []
+    segments, start = list[Segment](), 0
+    for slot, group in groupby(zip(slots, counts, strict=False), key=lambda pair: pair[0]):
+        rows = slice(start, start := start + sum(count for _, count in group))
+        if ranks[slot]:
+            segments.append(Segment(rows, slot, ranks[slot], scales[slot]))
+    backend.batch_info = SimpleNamespace(segments=segments)
+
+
+def add_adapters(
+    backend: Any,
+    layer: Any,
+    x: Tensor,
+    base: Callable[[], Tensor],
+    a: Tensor,
+    b: Tensor,
+    output_offset: object,
+    offsets: Sequence[int],
+    *,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the layer's output for x [S, in]: base() + scale · B A x, of each part of a joined weight for itself.
+
+    a  [slots, parts · rank, in]     b  [slots, out, rank]     offsets  of the parts in `out`
+    """
+    out = base()
+    for rows, slot, rank, scale in backend.batch_info.segments:
+        low = x[rows] @ a[slot, : rank * (len(offsets) - 1)].T
+        part = out[rows]
+        for number, (start, end) in enumerate(pairwise(offsets)):
+            up = b[slot, start:end, :rank].T
+            part[:, start:end].addmm_(low[:, number * rank : (number + 1) * rank], up, alpha=scale)
+    return out if all_reduce is None else all_reduce(out)
 
 
 def _widen(layers: ModuleType) -> None:
@@ -76,7 +127,7 @@ def _correct_latent(corrections: ModuleType) -> None:
 
 def add_to_queries(attention: Any, queries: Tensor, out: Tensor) -> Tensor:
     """Add queries [S, H, k] · scale · B_k A to `out` [S, H, latent], what they are in the latent space."""
-    for rows, a, b, scale in _segments(attention):
+    for rows, a, b, scale in _latent_parts(attention):
         out[rows] += scale * torch.einsum("shk,hkr,rl->shl", queries[rows], b[:, : queries.size(-1)], a)
     return out
 
@@ -84,20 +135,15 @@ def add_to_queries(attention: Any, queries: Tensor, out: Tensor) -> Tensor:
 def add_to_values(attention: Any, attended: Tensor, out: Tensor) -> Tensor:
     """Add attended [S, H, latent] · scale · (B_v A)ᵀ to `out` [S, H · v]."""
     size = attention.v_head_dim
-    for rows, a, b, scale in _segments(attention):
+    for rows, a, b, scale in _latent_parts(attention):
         values = torch.einsum("shl,rl,hvr->shv", attended[rows], a, b[:, -size:])
         out.view(-1, attention.num_local_heads, size)[rows] += scale * values
     return out
 
 
-def _segments(attention: Any) -> Iterator[tuple[slice, Tensor, Tensor, float]]:
+def _latent_parts(attention: Any) -> Iterator[tuple[slice, Tensor, Tensor, float]]:
     """Yield (its tokens, A [r, latent], B [H, k + v, r], scale) of each adapter of a batch."""
-    module, start = attention.kv_b_proj, 0
-    batch = module.lora_backend.batch_info
-    if not module.set_lora or batch is None:
-        return
-    for slot, count in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=True):
-        rows, start = slice(start, start + count), start + count
-        if rank := int(batch.lora_ranks_cpu[slot]):
-            b = module.B_buffer[slot, :, :rank].unflatten(0, (attention.num_local_heads, -1))
-            yield rows, module.A_buffer[slot, :rank], b, float(batch.scalings_cpu[slot])
+    module = attention.kv_b_proj
+    for rows, slot, rank, scale in module.lora_backend.batch_info.segments:
+        b = module.B_buffer[slot, :, :rank].unflatten(0, (attention.num_local_heads, -1))
+        yield rows, module.A_buffer[slot, :rank], b, scale

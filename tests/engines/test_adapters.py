@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
+from fusionrl.engines.adapter_versions import NO_ROOM
 from fusionrl.engines.engine import EngineActor
+from fusionrl.engines.http import EndpointError
 from fusionrl.models.adapters import PEFT_PREFIX, AdapterSpec, adapter_rules
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.adapters import target_modules
@@ -60,7 +67,7 @@ class Served:
             "enable_lora": True,
             "lora_backend": "torch_native",
             "max_lora_rank": spec.rank,
-            "max_loras_per_batch": 2 * len(names) + 1,
+            "max_loras_per_batch": 3 * len(names) + 1,
             "lora_target_modules": sorted(target_modules(self.shape, spec)),
         }
         self.engine = real_engine(folder / "model", folder, tp_size=tp_size, **args)
@@ -76,6 +83,11 @@ class Served:
     def ask(self, num_tokens: int = 6, **payload: Any) -> Any:
         params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
         return self.engine._call("POST", "/generate", {"sampling_params": params, "return_logprob": True, **payload})
+
+    def loaded(self) -> set[str]:
+        """The versions that the server has, as its list of models shows them."""
+        models: Any = self.engine._call("GET", "/v1/models")
+        return {model["id"] for model in models["data"] if "@" in model["id"]}
 
     def assert_serves(self, names: list[str | None], versions: list[str]) -> None:
         """The prompts as one batch, each with its own adapter, have the log-probs of these versions."""
@@ -107,8 +119,16 @@ def started(tmp_path_factory: pytest.TempPathFactory, forked_engines: None) -> I
 @pytest.fixture(scope="module")
 def two(started: Any) -> Served:
     """An engine with two adapters."""
-    served: Served = started("qwen3", SPEC, "policy", "math")
+    served: Served = started("qwen3", SPEC, "policy", "math", max_position_embeddings=2048)
     return served
+
+
+def _settle(served: Served, *versions: str) -> None:
+    """Wait until the server has these versions alone."""
+    deadline = time.monotonic() + 20
+    while served.loaded() != set(versions):
+        assert time.monotonic() < deadline, served.loaded()
+        time.sleep(0.05)
 
 
 def test_two_adapters_and_the_base_in_one_batch(two: Served) -> None:
@@ -118,6 +138,99 @@ def test_two_adapters_and_the_base_in_one_batch(two: Served) -> None:
     two.push(2, "policy")
     two.assert_serves(["policy", "math", "base", "math"], ["policy@2", "math@1", "base", "math@1"])
     assert two.engine.weight_version() == "2"
+    _settle(two, "policy@2", "math@1")
+
+
+def test_requests_that_run_at_a_push_keep_their_version(two: Served) -> None:
+    """None is lost or stopped, each has one version to its end, and it is unloaded after the last of them."""
+    two.push(3, "policy", "math")
+    _settle(two, "policy@3", "math@3")
+    with ThreadPoolExecutor(17) as pool:
+
+        def ask(number: int) -> Future[Any]:
+            prompt = PROMPTS[number % len(PROMPTS)]
+            return pool.submit(two.ask, 200 + number, input_ids=prompt, lora_path=("policy", "math")[number % 2])
+
+        asked = [ask(number) for number in range(16)]
+        _wait_running(two, 16)
+        start = time.monotonic()
+        two.push(4, "policy", "math")
+        took = time.monotonic() - start
+        assert not any(answer.done() for answer in asked), "they run meanwhile"
+        new = ask(0).result()
+        answers = [answer.result() for answer in asked]
+    assert took < 5 and new["meta_info"]["weight_version"] == "4"
+    for number, answer in enumerate(answers):
+        info, prompt = answer["meta_info"], PROMPTS[number % len(PROMPTS)]
+        assert info["weight_versions"] == [{"version": "3", "start": 0, "end": 200 + number}]
+        wanted = log_probs(
+            two.models[f"{('policy', 'math')[number % 2]}@3"], [*prompt, *answer["output_ids"]], len(prompt)
+        )
+        np.testing.assert_allclose([entry[0] for entry in info["output_token_logprobs"]], wanted, atol=2e-5)
+    _settle(two, "policy@4", "math@4")
+
+
+def _wait_running(served: Served, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        loads: Any = served.engine._call("GET", "/v1/loads?include=core")
+        if loads["loads"][0]["num_running_reqs"] == count:
+            return
+        assert time.monotonic() < deadline, loads
+        time.sleep(0.01)
+
+
+def test_a_push_waits_for_room(two: Served) -> None:
+    """Requests of older versions take all slots; when they have ended, or are aborted, a load goes on."""
+    with ThreadPoolExecutor(5) as pool:
+        asked = []
+        for version in (5, 6, 7, 8):  # beside that of the test before
+            asked.append(pool.submit(two.ask, 1500, input_ids=PROMPTS[0], lora_path="policy"))
+            _wait_running(two, len(asked))
+            two.push(version, "policy")
+        with pytest.raises(EndpointError, match=NO_ROOM):
+            two.push(9, "policy", timeout_s=0.3)
+        assert two.ask(2, input_ids=PROMPTS[0], lora_path="policy")["meta_info"]["weight_version"] == "8"
+        waiting = pool.submit(two.push, 9, "policy")
+        time.sleep(0.5)
+        assert not waiting.done()
+        two.engine._call("POST", "/abort_request", {"abort_all": True})
+        waiting.result()
+        stamps = [answer.result()["meta_info"]["weight_version"] for answer in asked]
+    assert stamps == ["4", "5", "6", "7"]
+    _settle(two, "policy@9", "math@4")
+
+
+def test_what_a_server_refuses(two: Served) -> None:
+    """An unknown adapter, a request that names none of several, and a load that fails: the version before stays."""
+    for payload, text in (({"lora_path": "poetry"}, "no such adapter"), ({}, "lora_path is missing")):
+        with pytest.raises(EndpointError, match=text) as refused:
+            two.ask(input_ids=PROMPTS[0], **payload)
+        assert refused.value.status == 400
+    wide = AdapterSpec(rank=8, alpha=8)
+    files = engine_files(random_adapter(two.shape, wide, 1).items(), wide, two.shape, "float32")
+    for names in ("policy", "poetry"):
+        with pytest.raises(EndpointError, match="incompatible|not NAME@VERSION"):
+            two.engine.load_adapters(10, {names: files}, 5.0)
+    current = two.ask(2, input_ids=PROMPTS[0], lora_path="policy")["meta_info"]["weight_version"]
+    two.push(int(current), "policy")  # again, as a push does that failed elsewhere
+    two.assert_serves(["policy"] * 4, [f"policy@{current}"] * 4)
+
+
+def test_openai_s_requests_name_adapters(two: Served) -> None:
+    """By their model, and batches of prompts with several samples each."""
+    two.push(11, "policy")
+    chat = {"messages": [{"role": "user", "content": "2+2"}], "max_tokens": 3}
+    for model, version in (("policy", "11"), ("any:policy", "11")):
+        answer: Any = two.engine._call("POST", "/v1/chat/completions", {**chat, "model": model})
+        assert answer["metadata"]["weight_version"] == version
+    params = {"max_new_tokens": 3, "n": 2}
+    answers: Any = two.engine._call(
+        "POST", "/generate", {"input_ids": PROMPTS, "sampling_params": params, "lora_path": "policy"}
+    )
+    assert [answer["meta_info"]["weight_version"] for answer in answers] == ["11"] * 2 * len(PROMPTS)
+    two.push(12, "policy")
+    _settle(two, "policy@12", "math@4")
 
 
 FAMILIES = {
@@ -133,8 +246,22 @@ def test_log_probs_are_those_of_merged_weights(family: str, started: Any) -> Non
     served.assert_serves([None] * 4, ["policy@1"] * 4)
 
 
-def test_two_ranks_widen_the_adapter_of_an_mlp(started: Any) -> None:
-    """24 columns for each of two ranks, which SGLang widens to 32."""
+def test_two_ranks(started: Any) -> None:
+    """Each has 24 columns of an MLP, which SGLang widens to 32; a load is over when both have read the folder."""
     served = started("qwen3", SPEC, tp_size=2)
     served.push(1, "policy")
     served.assert_serves([None] * 4, ["policy@1"] * 4)
+    (second,) = [
+        process
+        for process in psutil.Process(served.engine._server.pid).children(recursive=True)
+        if "TP1" in " ".join(process.cmdline())
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(second.pid, signal.SIGSTOP)
+        load = pool.submit(served.push, 2, "policy")
+        time.sleep(0.7)
+        is_over = load.done()
+        os.kill(second.pid, signal.SIGCONT)
+        load.result()
+    assert not is_over
+    served.assert_serves([None] * 4, ["policy@2"] * 4)
