@@ -10,9 +10,9 @@ from fusionrl.base.log_suppression import quiet
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import has_own_source
 from fusionrl.data.sample_json import SourceState
-from fusionrl.models.adapted import adapted_difference, saved_in
-from fusionrl.models.shape import shape_difference
-from fusionrl.plan.adapters import adapted_of
+from fusionrl.models.adapted import Adapted, adapted_difference, saved_in
+from fusionrl.models.shape import ModelShape, shape_difference
+from fusionrl.plan.adapters import adapted_of, adapter_names, has_several_adapters
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints
 
@@ -55,7 +55,14 @@ def _model_errors(path: Path, config: Config, plan: Plan) -> list[str]:
     if plan.layout is None or config.run.mode == "reject-sampling":  # whose checkpoints have no trainers
         return []
     adapted = adapted_of(config, plan.shape)
-    models = {"trainer": (plan.shape, adapted)}
+    names = adapter_names(config) if has_several_adapters(config) else ()
+    saved = sorted(folder.name.removeprefix("trainer-") for folder in path.glob("trainer-*"))
+    if saved != sorted(names):
+        has = f"has the adapters {', '.join(saved)}" if saved else "has one adapter, or none"
+        cure = "a resume needs the --lora-adapters of the run's start; a new run starts with NAME=FOLDER of --save-hf"
+        return [f"checkpoint {path}: it {has}; {cure}"]
+    folders = [f"trainer-{name}" for name in names] or ["trainer"]
+    models: dict[str, tuple[ModelShape, Adapted | None]] = dict.fromkeys(folders, (plan.shape, adapted))
     if plan.auxiliary:
         models[plan.auxiliary.role] = plan.auxiliary.shape, None
     errors = []

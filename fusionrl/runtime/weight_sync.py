@@ -8,6 +8,7 @@ from pathlib import Path
 import ray
 
 from fusionrl.config.config import Config
+from fusionrl.plan.adapters import adapter_names, has_several_adapters
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
@@ -215,6 +216,7 @@ class WeightSync:
             temperature=self._config.rollout.rollout_temperature,
             tolerance=self._config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
             is_exact=self._plan.device == "cpu",
+            adapters=adapter_names(self._config) if has_several_adapters(self._config) else (None,),
             placeholder=-1 if (vision := self._plan.shape.vision) is None else vision.image_token,
         )
 

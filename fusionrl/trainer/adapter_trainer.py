@@ -11,8 +11,11 @@ from fusionrl.trainer.model_rank import Restored, SetupFacts
 from fusionrl.trainer.trainer_base import Learned, TrainerBase
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fusionrl.trainer.adapter_states import AdapterStates
     from fusionrl.trainer.checkpoint import Saving
+    from fusionrl.trainer.shard_pull import ShardSource
 
 REPORTED = ("loss", "grad_norm", "lr", "skipped")
 """Metrics of a step that each of several adapters reports under its name."""
@@ -55,6 +58,17 @@ class AdapterTrainer(TrainerBase):
         """Within it the model computes with an adapter's parameters, for a forward pass or an export."""
         states = self.adapter_states
         return nullcontext() if states is None or name is None else states.lent(name)
+
+    def score(self, shard: ShardSource, weights: str | None = None, only_weights: bool = False) -> list[np.ndarray]:
+        """As of `TrainerBase`, with the adapter of the shard."""
+        if self.adapter_states is None:
+            return super().score(shard, weights, only_weights)
+        from fusionrl.trainer.shard_pull import pull
+
+        pulled = pull(shard)
+        self.reload(only_weights)
+        with self.lent_adapter(pulled.adapter):
+            return super().score(pulled, weights, only_weights)
 
     def metrics_by_adapter(self, learned: Mapping[str | None, Learned]) -> dict[str, float]:
         """Return adapter/<name>/… of what each adapter learned; nothing with one."""

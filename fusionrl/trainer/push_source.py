@@ -60,10 +60,11 @@ class PushSource(AdapterTrainer):
         adapters = {}
         for name in adapter_folders(self.config):
             tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape, adapters=spec)
-            if self.rank == 0:
-                adapters[name] = engine_files(tensors, spec, self.shape, self._engine_dtype)
-            else:
-                collections.deque(tensors, maxlen=0)
+            with self.lent_adapter(name):
+                if self.rank == 0:
+                    adapters[name] = engine_files(tensors, spec, self.shape, self._engine_dtype)
+                else:
+                    collections.deque(tensors, maxlen=0)
         if self.rank != 0:
             return new_send_report()
         num_bytes = sum(data.nbytes for files in adapters.values() for data in files.values())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +39,8 @@ class Verification:
     The prompts of the probe are always the same, so that an engine that kept what it had cached of the weights before
     is found as well. `tolerance` bounds the mean |log-prob difference|. Where engines may lay tensors out in their own
     way (not `is_exact`: on GPUs) different checksums are logged, and count if the log-probs differ as well. No
-    prompt has the `placeholder`, for which an engine may want an image (-1: there is none).
+    prompt has the `placeholder`, for which an engine may want an image (-1: there is none). Of several `adapters` each
+    is asked.
     """
 
     trainers: Sequence[ActorHandle]
@@ -53,9 +54,10 @@ class Verification:
     tolerance: float
     is_exact: bool
     placeholder: int = -1
+    adapters: Sequence[str | None] = (None,)
     _num_tensors: int = field(default=0, init=False)
     _wrong: dict[int, str] = field(default_factory=dict, init=False)
-    _answers: list[list[Generation]] = field(default_factory=list, init=False)
+    _answers: dict[str | None, list[list[Generation]]] = field(default_factory=dict, init=False)
 
     def _prompts(self) -> list[np.ndarray]:
         random = np.random.default_rng(7)
@@ -72,8 +74,13 @@ class Verification:
 
     def ask_probe(self) -> None:
         """Let each engine answer a few prompts; the engines are whole."""
-        self._answers = asyncio.run(_ask(self.urls, self.api_key, self._prompts(), self.vocab_size, self.temperature))
-        for target, answers in zip(self.targets, self._answers, strict=True):
+        params = {"max_new_tokens": _PROBE_TOKENS, "temperature": self.temperature, "ignore_eos": True}
+        for name in self.adapters:
+            payload = {"sampling_params": params, "return_logprob": True} | ({"lora_path": name} if name else {})
+            answered = asyncio.run(_ask(self.urls, self.api_key, self._prompts(), self.vocab_size, payload))
+            self._answers[name] = answered
+        each = [pair for answered in self._answers.values() for pair in zip(self.targets, answered, strict=True)]
+        for target, answers in each:
             # The version may be a name, which no push gave.
             versions = sorted({v for answer in answers for v, _ in answer.weight_versions}, key=str)
             if versions != [self.version]:
@@ -87,10 +94,13 @@ class Verification:
         Returns sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
         sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
         """
-        shard = _shard(self._prompts(), self._answers)
-        scored = get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]
+        each, scored = list[tuple[EngineTarget, list[Generation]]](), list[np.ndarray]()
+        for name, answered in self._answers.items():
+            shard = replace(_shard(self._prompts(), answered), adapter=name)
+            scored += get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]
+            each += zip(self.targets, answered, strict=True)
         means, largest = [], 0.0
-        for target, answers in zip(self.targets, self._answers, strict=True):
+        for target, answers in each:
             trainer_log_probs, scored = scored[: len(answers)], scored[len(answers) :]
             differences = np.abs(
                 np.concatenate(trainer_log_probs) - np.concatenate([answer.log_probs for answer in answers])
@@ -145,15 +155,18 @@ def _compare_checksums(trainers: Sequence[ActorHandle], targets: Sequence[Engine
 
 
 async def _ask(
-    urls: Sequence[str], api_key: str | None, prompts: Sequence[np.ndarray], vocab_size: int, temperature: float
+    urls: Sequence[str],
+    api_key: str | None,
+    prompts: Sequence[np.ndarray],
+    vocab_size: int,
+    payload: Mapping[str, object],
 ) -> list[list[Generation]]:
-    """For each engine its answers of a few tokens to the prompts."""
-    params = {"max_new_tokens": _PROBE_TOKENS, "temperature": temperature, "ignore_eos": True}
+    """For each engine its answers of a few tokens to the prompts, each asked with the `payload`."""
 
     async def ask(url: str) -> list[Generation]:
         async with GenerateClient(url, api_key, 300.0, len(prompts), vocab_size=vocab_size) as client:
-            payloads = [{"input_ids": p.tolist(), "sampling_params": params, "return_logprob": True} for p in prompts]
-            return list(await asyncio.gather(*(client.generate(payload) for payload in payloads)))
+            asked = [client.generate({"input_ids": prompt.tolist(), **payload}) for prompt in prompts]
+            return list(await asyncio.gather(*asked))
 
     return list(await asyncio.gather(*(ask(url) for url in urls)))
 
