@@ -34,7 +34,7 @@ from tests.tiny_vision import make_tiny_vlm
 from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.trainer_worker import adapter_value, draw_adapters
 from tests.trainer.vision_samples import VisionSamples
-from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row
+from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row, without_adapters
 
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, LOG_PROB_BOUND = 1e-5, 1e-4, 1e-4, 1e-5
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
@@ -50,11 +50,12 @@ def make_model(name: str, folder: Path) -> Any:
 
     from tests.trainer import hf_models  # noqa: F401 (models that are registered there)
 
+    name = without_adapters(name)
     family = name.split()[0]
     if name in SEEING:
         return make_tiny_vlm(folder, family, **SEEING[name])
     config = AutoConfig.for_model(
-        KNOWN_AS.get(family, family), **(COMMON | {"tie_word_embeddings": False} | MODELS[name.partition(" lora")[0]])
+        KNOWN_AS.get(family, family), **(COMMON | {"tie_word_embeddings": False} | MODELS[name])
     )
     config._attn_implementation = "eager"
     torch.manual_seed(7)
@@ -96,6 +97,7 @@ def checkpoint_views(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in tensors.items():
+        name = name.replace("model.language_model.", "model.")  # of a model that sees
         head, _, tail = name.partition(".mlp.experts.")
         if not tail or model.config.model_type == "gpt_oss":  # which keeps them in two tensors on disk, too
             views[name.replace(".mlp.gate.", f".{block}.gate.")] = tensor
@@ -222,7 +224,7 @@ class SeeingBatch:
 
 def batch_of(name: str) -> Batch | SeeingBatch:
     """Return the samples that the model is trained on."""
-    return SeeingBatch(name.split()[0]) if name in SEEING else Batch()
+    return SeeingBatch(name.split()[0]) if without_adapters(name) in SEEING else Batch()
 
 
 @dataclass
@@ -314,7 +316,7 @@ def run_logits(models: Sequence[str], report: Any, shared: LocalRanks | None = N
 def trainer_config(folder: Path, row: Row) -> Config:
     """fp32, one thread a rank, plain supervised loss."""
     values = {"mode": "sft", "hf_checkpoint": str(folder), "precision": "fp32", "train_num_threads": 1}
-    values |= {"multimodal_keys": {"image": "images"}} if row.model in SEEING else {}
+    values |= {"multimodal_keys": {"image": "images"}} if without_adapters(row.model) in SEEING else {}
     values |= LORA.get(row.model, {})
     passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
     return Config.from_flat(values | {"lr": 1e-3, "clip_grad": 1.0} | row.flags, passthrough)
@@ -379,7 +381,7 @@ def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
                 batch, folder = batches[row.model], folders[row.model]
                 if row.world == 1:
                     model = make_model(row.model, folder)
-                    shape = read_model_shape(folder)
+                    shape = read_model_shape(folder, sees=isinstance(batch, SeeingBatch))
                     spec = adapters_of(trainer_config(folder, row), shape)
                     merged = None if spec is None else MergedAdapters(model, shape, spec)
                     loss, gradients = batch.reference_gradients(model, folder)

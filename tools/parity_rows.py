@@ -124,7 +124,7 @@ SEEING: dict[str, dict[str, Any]] = {
 
 
 LORA: dict[str, dict[str, Any]] = {
-    **{f"{model} lora": {"lora_rank": 4} for model in MODELS},
+    **{f"{model} lora": {"lora_rank": 4} for model in (*MODELS, "qwen3_vl", "qwen3_5_moe")},
     "qwen3 lora of q and v": {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]},
     "qwen3_moe lora of experts": {"lora_rank": 4, "target_modules": ["linear_fc1", "down_proj"]},
     "deepseek_v3 lora of latents": {
@@ -134,6 +134,11 @@ LORA: dict[str, dict[str, Any]] = {
     },
 }
 """Flags of models whose adapters are trained."""
+
+
+def without_adapters(model: str) -> str:
+    """Return the model of MODELS or SEEING that has the adapters."""
+    return model.partition(" lora")[0]
 
 
 @dataclass(frozen=True)
@@ -292,7 +297,10 @@ ROWS += [
     Row("qwen3 lora of q and v", 2, {"tp": 2}),
     Row("qwen3_moe lora of experts", 2, {"tp": 2}),
     Row("qwen3_moe lora of experts", 2, {"tp": 2, "etp": 2}),
+    Row("qwen3_moe lora of experts", 2, {"etp": 2}),
     Row("deepseek_v3 lora of latents", 2, {"tp": 2}),
+    *(Row(f"{model} lora", 2, sizes) for model in ("qwen3_vl", "qwen3_5_moe") for sizes in ({"tp": 2}, {"pp": 2})),
+    Row("qwen3_vl lora", 2, {"tp": 2}, "full recompute", FULL),
     Row("qwen3 lora", 4, {"tp": 2, "cp": 2}),
     Row("qwen3_moe lora", 4, {"tp": 2, "ep": 2, "etp": 1}),
     Row("qwen3_moe lora", 4, {"tp": 2, "ep": 2, "etp": 2}),

@@ -85,9 +85,10 @@ class Adapter(torch.nn.Module):
         """Tell Megatron which ranks have parts of it, or the same values: by that it sums gradients and their norm."""
         is_divided = rule.split != "replicated" and self.size > 1
         if self.rule.expert is not None:
-            matrix.allreduce = False
-            # Each rank has a share of the optimizer's state of what is the same on some: the norm must count it once.
-            is_divided |= self.group.rank() == 0
+            # Megatron leaves out of the norm what is whole where its tensor-parallel rank is not 0; an expert's ranks
+            # may be others.
+            matrix.allreduce, matrix.shared = False, not is_divided and self.group.rank() > 0
+            is_divided = True
         elif not is_divided:
             matrix.sequence_parallel = self.has_sequence_part
         set_tensor_model_parallel_attributes(matrix, is_divided, 1 if rule.split == "columns" else 0, 1)

@@ -89,6 +89,7 @@ CASES = [
     ("qwen3_moe", {}, RANK, TrainerLayout(2, ep=2), {}, False),
     ("qwen3_moe", {}, RANK, TrainerLayout(2, tp=2, etp=1), {}, False),
     ("qwen3_moe", {}, RANK, TrainerLayout(2, tp=2, etp=2), {}, False),
+    ("qwen3_moe", {}, RANK, TrainerLayout(2, etp=2), {}, False),
     ("deepseek_v3", DENSE, RANK, ONE, {}, True),
     ("deepseek_v3", DENSE, RANK, TP2, {}, True),
     ("deepseek_v3", {}, RANK, TrainerLayout(2, ep=2), {}, False),
