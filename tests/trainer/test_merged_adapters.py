@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fusionrl.models.adapters import peft_sizes
-from fusionrl.models.hf_io import HFReader, save_hf
-from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.weights.merge import merged_tensors
 from tests.trainer import hf_models, trainer_worker
-from tests.trainer.trainer_worker import Samples, adapter_value, config_of
+from tests.trainer.trainer_worker import Samples, config_of, merge_drawn
 
 NAMES = [*hf_models.FAMILIES, *hf_models.PLUGINS]
 DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 FLAGS = {"lora_rank": 4, "lora_alpha": 16.0}
 
 
-def merged_model(folder: Path, model: Any, config: Any, out: Path) -> Any:
-    """Write the folder of the merged model, as `fusionrl export --merge` does; transformers reads it."""
-    shape = read_model_shape(folder)
-    spec = adapters_of(config, shape)
-    assert spec is not None and peft_sizes(shape, spec)
-    tensors = merged_tensors(
-        HFReader(folder), shape, spec, lambda name, sizes: torch.from_numpy(adapter_value(name, sizes))
-    )
-    save_hf(out, folder, tensors, write=True)
-    return type(model).from_pretrained(out, config=model.config, attn_implementation="eager").eval()
-
-
 @pytest.mark.parametrize("family", NAMES)
 def test_log_probs_and_pushes_are_those_of_merged_weights(workers, hf, tmp_path, family):
     folder, model = hf(family, False)
     config = config_of(folder, **FLAGS)
-    merged = merged_model(folder, model, config, tmp_path / "merged")
+    out = merge_drawn(folder, config, tmp_path / "merged")
+    merged = type(model).from_pretrained(out, config=model.config, attn_implementation="eager").eval()
     samples = Samples(5, seed=3)
     want, base = hf_models.all_log_probs(merged, samples), hf_models.all_log_probs(model, samples)
     assert np.abs(want - base).max() > 1e-2, "the adapters change something"
-    files = load_file(tmp_path / "merged" / "model.safetensors")
+    files = load_file(out / "model.safetensors")
     for size in (1, 2):
         workers.start(config, TrainerLayout(size, tp=size))
         workers.run(trainer_worker.draw_adapters)

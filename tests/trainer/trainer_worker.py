@@ -203,6 +203,24 @@ def adapter_value(name: str, sizes: Sequence[int]) -> np.ndarray:
     return random.normal(0, 0.02, sizes).astype(np.float32)
 
 
+def merge_drawn(folder: Path, config: Config, out: Path) -> Path:
+    """Write the model in `folder` with the adapters of `draw_adapters` added, as `fusionrl export --merge` does."""
+    import torch
+
+    from fusionrl.models.hf_io import HFReader, save_hf
+    from fusionrl.models.shape import read_model_shape
+    from fusionrl.plan.adapters import adapters_of
+    from fusionrl.weights.merge import merged_tensors
+
+    shape = read_model_shape(folder)
+    spec = adapters_of(config, shape)
+    assert spec is not None
+    reader = HFReader(folder)
+    tensors = merged_tensors(reader, shape, spec, lambda name, sizes: torch.from_numpy(adapter_value(name, sizes)))
+    save_hf(out, folder, tensors, write=True)
+    return out
+
+
 def config_of(
     folder: str | Path, mode: str = "rl", passthrough: dict[str, dict] | None = None, **values: Any
 ) -> Config:

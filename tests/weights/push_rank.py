@@ -13,9 +13,8 @@ def _sender(actor: Any, buffer_size: int, timeout_s: float) -> Any:
 
     if not hasattr(actor, "sender"):
         trained, device = actor.trained, actor.device
-        exporter = Exporter(
-            trained.chunks, trained.transformer, actor.shape, actor.layout, actor.rank, "float32", device
-        )
+        place = actor.shape, actor.layout, actor.rank, "float32", device
+        exporter = Exporter(trained.chunks, trained.transformer, *place, merged=actor.adapter_spec)
         settings = {"device": "cpu", "backend": "gloo", "host": "127.0.0.1", "buffer_size": buffer_size}
         group = dist.new_group(backend="gloo")
         actor.sender = WeightSender(
@@ -30,6 +29,13 @@ def prepare(actor: Any, buffer_size: int, timeout_s: float, *args: Any) -> None:
 
 def send(actor: Any, *args: Any) -> dict[str, Any]:
     return actor.sender.send(*args)
+
+
+def checksums(actor: Any) -> dict[str, str]:
+    """Return the checksums that an engine of one rank should have."""
+    from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor
+
+    return engine_checksums(actor.sender.exporter.full(), actor.shape, 1, hash_tensor, CPU_MULTIPLE)[0]
 
 
 class Pusher:

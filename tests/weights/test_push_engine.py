@@ -19,12 +19,13 @@ from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.push import push_weights
+from fusionrl.weights.verify import compare_checksums
 from tests.engines.real_engine import KEY, log_probs, real_engine
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.local_ranks import LocalRanks
-from tests.trainer.trainer_worker import config_of
+from tests.trainer.trainer_worker import config_of, draw_adapters, merge_drawn
 from tests.weights.faults import Faulty
-from tests.weights.push_rank import Pusher
+from tests.weights.push_rank import Pusher, checksums
 from tools.threaded import Threaded
 
 pytestmark = [
@@ -117,9 +118,13 @@ def test_the_next_push_works_whoever_is_killed_in_the_middle_of_one(
         survivor, victim = first.run(process_id)
         assert_ends(trainers, target, attached, victim, "trainer")
         psutil.Process(survivor).kill()  # as the run, which ends
-        second.start(config_of(models[0]), TrainerLayout(2, pp=2))
+        config = config_of(models[0], lora_rank=4)  # the layout with parts of adapters; they are added to the weights
+        second.start(config, TrainerLayout(2, tp=2))
+        second.run(draw_adapters)
         push(pushers(second), target, 3)
-        assert_serves(engine, models[0], 3)
+        assert_serves(engine, merge_drawn(models[0], config, tmp_path / "merged"), 3)
+        (held,) = attached.weight_checksums() or []
+        assert compare_checksums(second.run(checksums)[0], held) == []
     finally:
         engine.shutdown()
         first.close()
