@@ -13,13 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fusionrl.base.lazy_modules import when_imported
+
+if TYPE_CHECKING:
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+    from sglang.srt.lora.layers import MergedColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 
 class Segment(NamedTuple):
@@ -45,12 +51,12 @@ class _WithoutPins(ModuleType):
     def __init__(self) -> None:
         super().__init__("torch")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
     @staticmethod
-    def tensor(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        return torch.tensor(*args, **options)
+    def tensor(values: object, *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _unpin(layers: ModuleType) -> None:
@@ -64,7 +70,13 @@ def _multiply(backends: ModuleType) -> None:
 
 
 def prepare_batch(
-    backend: Any, batch: Any, slots: Sequence[int], ranks: Sequence[int], scales: Sequence[float], *_: Any, **__: Any
+    backend: TorchNativeLoRABackend,
+    batch: ForwardBatch,
+    slots: Sequence[int],
+    ranks: Sequence[int],
+    scales: Sequence[float],
+    *_: object,
+    **__: object,
 ) -> None:
     """Note which tokens of a batch have which adapter; `slots` of its requests, `ranks` and `scales` of all slots."""
     counts = [1] * len(slots) if batch.forward_mode.is_decode() else batch.extend_seq_lens_cpu or []
@@ -77,8 +89,8 @@ def prepare_batch(
 
 
 def add_adapters(
-    backend: Any,
-    layer: Any,
+    backend: TorchNativeLoRABackend,
+    layer: torch.nn.Module,
     x: Tensor,
     base: Callable[[], Tensor],
     a: Tensor,
@@ -87,7 +99,7 @@ def add_adapters(
     offsets: Sequence[int],
     *,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     """Return the layer's output for x [S, in]: base() + scale · B A x, of each part of a joined weight for itself.
 
@@ -107,14 +119,16 @@ def _widen(layers: ModuleType) -> None:
     rows, columns = layers.MergedColumnParallelLinearWithLoRA, layers.RowParallelLinearWithLoRA
     slice_rows, slice_columns = rows.slice_lora_b_weights, columns.slice_lora_a_weights
 
-    def slice_lora_b_weights(self: Any, b: Tensor) -> Tensor:  # [sum of output sizes, rank]
+    def slice_lora_b_weights(
+        self: MergedColumnParallelLinearWithLoRA, b: Tensor
+    ) -> Tensor:  # [sum of output sizes, rank]
         sizes = self.base_layer.output_sizes
         if (missing := sum(sizes) - b.size(0)) > 0 and not missing % len(sizes) and len(set(sizes)) == 1:
             b = torch.cat([pad(part, (0, 0, 0, missing // len(sizes))) for part in b.chunk(len(sizes))])
         part: Tensor = slice_rows(self, b)
         return part
 
-    def slice_lora_a_weights(self: Any, a: Tensor) -> Tensor:  # [rank, input size]
+    def slice_lora_a_weights(self: RowParallelLinearWithLoRA, a: Tensor) -> Tensor:  # [rank, in]
         part: Tensor = slice_columns(self, pad(a, (0, max(0, self.base_layer.input_size - a.size(1)))))
         return part
 
@@ -125,14 +139,14 @@ def _correct_latent(corrections: ModuleType) -> None:
     vars(corrections).update(apply_q_correction=add_to_queries, apply_v_correction=add_to_values)
 
 
-def add_to_queries(attention: Any, queries: Tensor, out: Tensor) -> Tensor:
+def add_to_queries(attention: DeepseekV2AttentionMLA, queries: Tensor, out: Tensor) -> Tensor:
     """Add queries [S, H, k] · scale · B_k A to `out` [S, H, latent], what they are in the latent space."""
     for rows, a, b, scale in _latent_parts(attention):
         out[rows] += scale * torch.einsum("shk,hkr,rl->shl", queries[rows], b[:, : queries.size(-1)], a)
     return out
 
 
-def add_to_values(attention: Any, attended: Tensor, out: Tensor) -> Tensor:
+def add_to_values(attention: DeepseekV2AttentionMLA, attended: Tensor, out: Tensor) -> Tensor:
     """Add attended [S, H, latent] · scale · (B_v A)ᵀ to `out` [S, H · v]."""
     size = attention.v_head_dim
     for rows, a, b, scale in _latent_parts(attention):
@@ -141,7 +155,7 @@ def add_to_values(attention: Any, attended: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _latent_parts(attention: Any) -> Iterator[tuple[slice, Tensor, Tensor, float]]:
+def _latent_parts(attention: DeepseekV2AttentionMLA) -> Iterator[tuple[slice, Tensor, Tensor, float]]:
     """Yield (its tokens, A [r, latent], B [H, k + v, r], scale) of each adapter of a batch."""
     module = attention.kv_b_proj
     for rows, slot, rank, scale in module.lora_backend.batch_info.segments:

@@ -18,9 +18,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from fusionrl.base.lazy_modules import when_imported
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from sglang.srt.managers.io_struct import AbortReq, BatchStrOutput, GenerateReqInput
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput as LoadRequest
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput as LoadResult
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.utils.weight_versions import WeightVersionSpan
+
+    Load: TypeAlias = Callable[..., Awaitable[LoadResult]]
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +39,6 @@ BASE = "base"
 NO_ROOM = "no room for another version"
 _POLL_S = 0.01  # between two looks at the requests of a version that is about to be unloaded
 _HEALTH_CHECK = "HEALTH_CHECK"  # SGLang's own requests have it in their id
-
-Load = Callable[..., Awaitable[Any]]
 
 
 class AdapterVersions:
@@ -60,10 +69,10 @@ class AdapterVersions:
 
         Raises ValueError: there are several adapters.
         """
+        if _HEALTH_CHECK in str(request_id):
+            return BASE  # SGLang forgets such a request as soon as any other makes a token, and its adapter's count
         if len(self.names) == 1:
             return self.names[0]
-        if _HEALTH_CHECK in str(request_id):
-            return BASE
         raise ValueError(f"lora_path is missing: it is one of {', '.join((*self.names, BASE))}")
 
     def new(self, name: str) -> tuple[str, str, str]:
@@ -104,8 +113,10 @@ def _name_requests(structs: ModuleType, versions: AdapterVersions) -> None:
         kind.normalize_batch_and_arguments = _naming(kind.normalize_batch_and_arguments, versions)
 
 
-def _naming(original: Callable[[Any], None], versions: AdapterVersions) -> Callable[[Any], None]:
-    def normalize_batch_and_arguments(self: Any) -> None:
+def _naming(
+    original: Callable[[GenerateReqInput], None], versions: AdapterVersions
+) -> Callable[[GenerateReqInput], None]:
+    def normalize_batch_and_arguments(self: GenerateReqInput) -> None:
         if isinstance(self.lora_path, list):
             self.lora_path = [name or versions.default(self.rid) for name in self.lora_path]
         else:
@@ -119,7 +130,7 @@ def _read_model_names(serving: ModuleType, versions: AdapterVersions) -> None:
     """Let the `model` of an OpenAI request be the name of an adapter, as it is with other servers."""
     original = serving.OpenAIServingBase._resolve_lora_path
 
-    def resolve(self: Any, model: str, lora_path: object) -> object:
+    def resolve(self: OpenAIServingBase, model: str, lora_path: object) -> object:
         return model if model in (*versions.names, BASE) else original(self, model, lora_path)
 
     serving.OpenAIServingBase._resolve_lora_path = resolve
@@ -127,11 +138,10 @@ def _read_model_names(serving: ModuleType, versions: AdapterVersions) -> None:
 
 def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
     kind = managers.TokenizerManager
-    resolve: Load = kind._validate_and_resolve_lora
-    handle_output: Load = kind._handle_batch_output
-    handle_abort: Callable[[Any, Any], None] = kind._handle_abort_req
+    resolve, handle_output = kind._validate_and_resolve_lora, kind._handle_batch_output
+    handle_abort = kind._handle_abort_req
 
-    async def validate_and_resolve(self: Any, obj: Any) -> None:
+    async def validate_and_resolve(self: TokenizerManager, obj: GenerateReqInput) -> None:
         """Choose the versions that are current now. Raises ValueError, which is answered with 400."""
         names = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
         chosen = [versions.find(name) for name in names]
@@ -141,7 +151,7 @@ def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
         with versions.held(chosen):
             await resolve(self, obj)
 
-    def spans(self: Any, request_id: str, num_tokens: int) -> Any:
+    def spans(self: TokenizerManager, request_id: str, num_tokens: int) -> list[WeightVersionSpan] | None:
         """Return the stamp of an answer; None: it is of the weights alone."""
         from sglang.srt.utils.weight_versions import WeightVersionSpan
 
@@ -150,14 +160,14 @@ def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
         version = versions.version_of.get(name) if isinstance(name, str) else None
         return None if version is None else [WeightVersionSpan(version=version, start=0, end=num_tokens)]
 
-    async def handle_batch_output(self: Any, output: Any) -> None:
+    async def handle_batch_output(self: TokenizerManager, output: BatchStrOutput) -> None:
         if hasattr(output, "weight_versions"):
             stamps = output.weight_versions or [None] * len(output.rids)
             pairs = zip(output.rids, output.completion_tokens, stamps, strict=True)
             output.weight_versions = [spans(self, rid, count) or stamp for rid, count, stamp in pairs]
         await handle_output(self, output)
 
-    def handle_abort_request(self: Any, output: Any) -> None:
+    def handle_abort_request(self: TokenizerManager, output: AbortReq) -> None:
         state = self.rid_to_state.get(output.rid)
         if state is not None:
             output.weight_versions = spans(self, output.rid, len(state.output_ids)) or output.weight_versions
@@ -173,7 +183,7 @@ def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
 def _loading(load: Load, managers: ModuleType, versions: AdapterVersions) -> Load:
     tasks = set[asyncio.Task[None]]()
 
-    async def load_version(self: Any, obj: Any, request: Any = None) -> Any:
+    async def load_version(self: TokenizerManager, obj: LoadRequest, request: object = None) -> LoadResult:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
 
         if len(versions.version_of) >= managers.get_lora().max_loras_per_batch - 1:
@@ -197,7 +207,7 @@ def _loading(load: Load, managers: ModuleType, versions: AdapterVersions) -> Loa
     return load_version
 
 
-async def _unload(manager: Any, name: str, versions: AdapterVersions) -> None:
+async def _unload(manager: TokenizerManager, name: str, versions: AdapterVersions) -> None:
     """Unload a version that no new request gets, when the last of its requests has ended.
 
     SGLang would wait for them as well, but lets no other adapter be loaded meanwhile.
@@ -222,8 +232,10 @@ def _agree_on_loads(schedulers: ModuleType) -> None:
         setattr(kind, method, _agreeing(getattr(kind, method)))
 
 
-def _agreeing(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def load_on_all(self: Any, request: Any) -> Any:
+def _agreeing(
+    load: Callable[[Scheduler, LoadRequest], LoadResult],
+) -> Callable[[Scheduler, LoadRequest], LoadResult]:
+    def load_on_all(self: Scheduler, request: LoadRequest) -> LoadResult:
         import torch.distributed as dist
 
         result = load(self, request)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from fusionrl.base.socket_folder import socket_folder
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
@@ -25,9 +25,14 @@ from fusionrl.models.scorers import read_scorer
 from fusionrl.models.weight_files import stored_tensors
 from fusionrl.observe.spans import phase
 
+if TYPE_CHECKING:
+    import numpy as np
+
 __all__ = ["EngineActor", "EngineSpec"]
 
 _MAX_TMPDIR_BYTES = 60  # SGLang's sockets have names of up to 30 behind it
+Files: TypeAlias = "Mapping[str, np.ndarray]"
+"""Name → bytes of each file of a folder, uint8: an array, which processes of a node share."""
 _ROOM_POLL_S = 0.2  # between two tries to load an adapter where there is no room
 _HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
@@ -193,7 +198,7 @@ class EngineActor(EngineControl):
     # ---- adapters
 
     @phase("load adapters")
-    def load_adapters(self, version: int, adapters: Mapping[str, Mapping[str, Any]] | str, timeout_s: float) -> None:
+    def load_adapters(self, version: int, adapters: Mapping[str, Files] | str, timeout_s: float) -> None:
         """Load adapters as `version`, while requests run; wait while those of older versions leave no room.
 
         adapters  name → the bytes of each file of its PEFT folder by the file's name, or the path of these folders
@@ -201,8 +206,10 @@ class EngineActor(EngineControl):
         from fusionrl.engines.adapter_versions import NO_ROOM
 
         if isinstance(adapters, str):
+            import numpy as np
+
             folders = sorted(Path(adapters).iterdir())
-            adapters = {folder.name: {file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders}
+            adapters = {f.name: {file.name: np.fromfile(file, np.uint8) for file in f.iterdir()} for f in folders}
         deadline = time.monotonic() + timeout_s
         assert self._scratch is not None, "the server is started"
         for name, files in adapters.items():
@@ -220,11 +227,11 @@ class EngineActor(EngineControl):
             finally:
                 self.remove_files(folder)
 
-    def write_files(self, folder: str, files: Mapping[str, Any]) -> None:
+    def write_files(self, folder: str, files: Files) -> None:
         """Write a folder on each host of the engine."""
         os.makedirs(folder, exist_ok=True)
         for name, data in files.items():
-            Path(folder, name).write_bytes(memoryview(data))
+            Path(folder, name).write_bytes(data.data)
 
     def remove_files(self, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,13 +7,12 @@ one of them does: an engine dies and is replaced as a whole.
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.engines.engine import EnginePart, EngineSpec
+from fusionrl.engines.engine import EnginePart, EngineSpec, Files
 from fusionrl.engines.process import ChildProcess
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.engine_worker import EngineWorker
@@ -111,7 +110,7 @@ class MultiNodeEngineWorker(EngineWorker):
 
     # ---- the hosts' copies of adapters, at the same place
 
-    def write_files(self, folder: str, files: Mapping[str, Any]) -> None:
+    def write_files(self, folder: str, files: Files) -> None:
         writes = [part.write_files.remote(folder, files) for part in self._parts]
         super().write_files(folder, files)
         ray.get(writes)

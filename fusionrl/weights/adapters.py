@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from fusionrl.engines.engine import Files
 from fusionrl.models.adapters import AdapterSpec, peft_module
 from fusionrl.models.families import hf_shapes
 from fusionrl.models.peft_config import CONFIG, WEIGHTS, peft_config
@@ -20,9 +21,6 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.gather import DTYPES
 from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, wait_all
-
-Files = Mapping[str, np.ndarray]
-"""Name → bytes of each file of a folder, uint8: an array, which processes of a node share."""
 
 # Modules that engines have as one: SGLang takes an adapter of all of them.
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
