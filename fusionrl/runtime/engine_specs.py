@@ -115,6 +115,7 @@ _NOT_OFF = {
     "disable_radix_cache": "a pause in place needs it, or answers come from the weights before the push",
     "incremental_streaming_output": "--stream-responses reads in each event the new tokens alone",
 }
+_LORA = ("lora_paths", "max_loaded_loras")  # further arguments of SGLang about adapters that pushes load
 # SGLang's runners of gpt-oss's experts that record no choice of experts; without the flag SGLang takes one of these.
 _SILENT = ("auto", "triton_kernel", "flashinfer_mxfp4")
 
@@ -131,7 +132,17 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
     if plan.engines_give_memory:
         server_args.setdefault("enable_memory_saver", True)
     if plan.lora_push == "adapter":
-        server_args = _adapter_args(config, plan) | server_args
+        adapter_args = _adapter_args(config, plan)
+        if wrong := next((name for name in server_args if name in adapter_args or name in _LORA), None):
+            raise ValueError(
+                f"{prefix}{wrong.replace('_', '-')}: --lora-rank, --target-modules and --max-staleness say which"
+                " adapters engines have; leave it out"
+            )
+        if plan.device == "cpu":
+            server_args.setdefault("lora_backend", "torch_native")
+        if plan.engines_give_memory:  # else the weights would have to be pushed again each time
+            server_args.setdefault("enable_weights_cpu_backup", True)
+        server_args |= adapter_args
     if config.algorithm.use_rollout_routing_replay and plan.device == "cuda":
         server_args.setdefault("enable_return_routed_experts", True)
         is_stacked = any(mlp.has_whole_experts for mlp in plan.shape.mlp)  # gpt-oss
@@ -164,14 +175,9 @@ def _adapter_args(config: Config, plan: Plan) -> dict[str, object]:
     """Return the ServerArgs fields of an engine that gets adapters by themselves."""
     spec = adapters_of(config, plan.shape)
     assert spec is not None, "the run has adapters"
-    args: dict[str, object] = {
+    return {
         "enable_lora": True,
         "max_lora_rank": spec.rank,
         "lora_target_modules": sorted(target_modules(plan.shape, spec)),
         "max_loras_per_batch": adapter_slots(len(adapter_folders(config)), plan.knobs),
     }
-    if plan.device == "cpu":
-        args["lora_backend"] = "torch_native"
-    if plan.engines_give_memory:  # else the weights would have to be pushed again each time
-        args["enable_weights_cpu_backup"] = True
-    return args

@@ -177,6 +177,13 @@ class ExternalEngines:
 
     def _add(self, url: str) -> None:
         """Make the actor of an engine, and begin to ask the engine what it is."""
+        if self._plan.lora_push == "adapter":
+            note = "it does not know versions of adapters, which this run pushes (--lora-push merged)"
+            logger.warning("the engine at %s: %s", url, note)
+            self._say(f"the engine at {url} is refused: {note}")
+            self._refused.add(url)
+            self._past[url] = EngineState(url=url, state="refused", note=note)
+            return
         if self._requirements is None:
             self._requirements = engine_requirements(self._config, self._plan, self._launcher.is_alone)
         actor = self._launcher.make_local(ExternalEngineWorker, f"engine-actor-{self._next}", self._next, url)

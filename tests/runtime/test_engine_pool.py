@@ -270,7 +270,7 @@ class Party:
         self.folder, self.said, self.served = folder, list[str](), list[list[str]]()
         self.router = Router([])
         config: Any = None
-        plan: Any = SimpleNamespace(layout=object() if pushes else None, num_engines=5, eval_bundles=[])
+        plan: Any = SimpleNamespace(layout=object() if pushes else None, num_engines=5, eval_bundles=[], lora_push=None)
         launcher: Any = SimpleNamespace(run_dir=folder, api_key="key", is_alone=True, make_local=self._make)
         own = SimpleNamespace(weight_checksums=SimpleNamespace(remote=lambda: ray.put(OWN_WEIGHTS)))
         pool: Any = SimpleNamespace(engines=[own])
@@ -330,6 +330,14 @@ def test_weights_come_before_requests(party: Party) -> None:
     assert party.router.urls == [A] and [target.index for target in party.engines.targets()] == [5, 6]
     party.engines.admit()
     assert party.router.urls == [A, B] and party.served[-1] == [A, B]
+
+
+def test_none_joins_a_run_that_pushes_adapters(party: Party) -> None:
+    party.engines._plan.lora_push = "adapter"  # type: ignore[misc]
+    party.start()
+    add_wanted(party.folder, [A])
+    party.look_until(lambda: party.states() == {A: "refused"})
+    assert party.engines.targets() == [] and "--lora-push merged" in party.said[-1]
 
 
 def test_one_that_leaves_is_drained_and_gets_pushes_until_then(party: Party) -> None:

@@ -140,7 +140,7 @@ def specs(
 ) -> list[EngineSpec]:
     facts = {"device": "cuda", "rollout_dtype": "bf16", "engines_give_memory": False, "knobs": None}
     plan: Any = SimpleNamespace(scorers=(), transport="broadcast", shape=SimpleNamespace(vision=None), **facts)
-    plan.group_of = lambda engine: groups[engine] if groups else None
+    plan.group_of, plan.lora_push = lambda engine: groups[engine] if groups else None, None
     return engine_specs(
         *(config or Config.from_flat({"hf_checkpoint": "org/model"}), plan, "engine", index, places(*nodes)),
         host_of=lambda bundle: bundle.node_address,
@@ -191,7 +191,7 @@ CASES = [
 def group_args(group: str, **values: Any) -> dict[str, object]:
     groups = read_groups((f"g:num_gpus=1{group}",), 1)
     plan: Any = SimpleNamespace(group_of=lambda index: groups[0], engines_give_memory=False, device="cpu", knobs=None)
-    plan.shape = SimpleNamespace(vision=None)
+    plan.shape, plan.lora_push = SimpleNamespace(vision=None), None
     return policy_server_args(Config.from_flat(values), plan, 0)
 
 
@@ -204,10 +204,29 @@ def test_a_group_cannot_switch_off_what_the_run_needs(switch: str, flags: dict[s
     assert group_args(f",{switch}=false", pause_generation_mode="abort")[name] is False
 
 
+def test_engines_serve_the_adapters_that_are_pushed() -> None:
+    """Of each name the versions that may run at once, and the weights; the user's flags do not contradict."""
+    plan: Any = SimpleNamespace(group_of=lambda index: None, lora_push="adapter", shape=shape_of("qwen3"))
+
+    def args(device: str, knobs: Any = None, sglang: dict[str, Any] | None = None) -> dict[str, object]:
+        plan.device, plan.engines_give_memory, plan.knobs = device, device == "cuda", knobs
+        values = {"lora_rank": 8, "target_modules": ["q_proj", "linear_fc1"], "pause_generation_mode": "in_place"}
+        return policy_server_args(Config.from_flat(values, PassThrough(sglang=sglang or {})), plan, 0)
+
+    here, there = args("cpu", SimpleNamespace(max_staleness=2, in_flight="in_place")), args("cuda")
+    assert here["lora_target_modules"] == ["gate_proj", "q_proj", "up_proj"] and here["max_lora_rank"] == 8
+    assert (here["max_loras_per_batch"], there["max_loras_per_batch"]) == (5, 3)
+    assert here["lora_backend"] == "torch_native" and "lora_backend" not in there, "SGLang's own on a GPU"
+    assert there["enable_weights_cpu_backup"] and not here.get("disable_radix_cache")
+    for name in ("max_loras_per_batch", "max_loaded_loras"):
+        with pytest.raises(ValueError, match=f"--sglang-{name.replace('_', '-')}: .*leave it out"):
+            args("cpu", sglang={name: 1})
+
+
 def test_engines_of_gpt_oss_record_the_experts_that_trainers_replay(tmp_path: Path) -> None:
     """SGLang's choice for it, triton_kernel, records none: each token would seem to go to expert 0."""
     plan: Any = SimpleNamespace(group_of=lambda index: None, engines_give_memory=False, device="cuda", knobs=None)
-    plan.quantization, plan.rollout_dtype, plan.transport = None, "bf16", "broadcast"
+    plan.quantization, plan.rollout_dtype, plan.transport, plan.lora_push = None, "bf16", "broadcast", None
     (tmp_path / "config.json").write_text("{}")
 
     def args(family: str, **sglang: Any) -> dict[str, object]:
@@ -234,6 +253,7 @@ def test_external_engines_serve_the_whole_of_a_model_that_sees(tmp_path: Path) -
     numbers = tiny_vision.image_numbers("qwen3_5")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(numbers))
     plan: Any = SimpleNamespace(group_of=lambda index: None, engines_give_memory=False, device="cpu", knobs=None)
+    plan.lora_push = None
     plan.quantization, plan.rollout_dtype, plan.transport = None, "fp32", "shm"
     flags = {"hf_checkpoint": str(tmp_path), "multimodal_keys": {"image": "x"}, "image_max_pixels": 64 * 64}
     for sees, name in ((True, "Qwen3_5ForConditionalGeneration"), (False, "Qwen3_5ForCausalLM")):

@@ -1,6 +1,7 @@
 """Which engines a push goes to, and which are verified after it."""
 
 from collections.abc import Set
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,29 @@ def test_what_a_merged_push_loses_is_measured_and_a_large_share_is_told_once(cal
     sync = sync_of(1, {"targets": lambda: targets_of(0)}, lora_push="merged")
     assert sync.push(0)["train/lora_merge_loss"] == 0.0
     assert "train/lora_merge_loss" not in sync_of(1, {"targets": lambda: targets_of(0)}).push(0)
+
+
+def test_an_engine_gets_the_weights_once_and_then_adapters_alone(calls: Any, monkeypatch: Any) -> None:
+    """Also one that replaces a dead one, whose push pauses no other."""
+    own = {"perf/time_sync_s": 1.0, "sync/prepare_s": 0.5, "sync/pause_s": 0.0, "sync/bytes": 7.0, "sync/calls": 2.0}
+
+    def push(trainers: Any, targets: list[EngineTarget], **_: Any) -> dict[str, float]:
+        calls.append(("adapters", [target.index for target in targets]))
+        return own
+
+    monkeypatch.setattr(weight_sync, "push_adapters", push)
+    monkeypatch.setattr(
+        weight_sync, "push_weights", lambda t, g, f, **_: calls.append(("weights", g)) or {"sync/bytes": 100.0}
+    )
+    targets = targets_of(0, 1)
+    sync = sync_of(2, {"targets": lambda: targets}, lora_push="adapter")
+    found = [sync.push(0)["sync/bytes"], sync.push(1)["sync/bytes"]]
+    targets = [targets[0], replace(targets[1], num_restarts=1)]
+    sync._targets = []  # as after a death
+    found.append(sync.push(2)["sync/bytes"])
+    assert found == [107.0, 7.0, 107.0]
+    assert [name for name, _ in calls] == ["weights", "adapters", "adapters", "weights", "adapters"]
+    assert calls[3][1] == [targets[1]] and calls[4][1] == [0, 1]
 
 
 RECOVERING: dict[str, Any] = {
