@@ -59,8 +59,8 @@ class PushSource(AdapterTrainer):
         self.reload(only_weights=True)
         adapters = {}
         for name in adapter_folders(self.config):
-            tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape, adapters=spec)
             with self.lent_adapter(name):
+                tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape, adapters=spec)
                 if self.rank == 0:
                     adapters[name] = engine_files(tensors, spec, self.shape, self._engine_dtype)
                 else:
