@@ -168,7 +168,7 @@ class Evaluation:
                 zeros, count = [0.0] * len(members), len(members)
                 batch = BatchPlan(count, 1, 1, count, self.plan.batch.dp_size)
                 built = take_shards(members, zeros, zeros, batch, self.plan.balance, rollout_id=-1, adapter=adapter)
-                name = eval_set.name if len(parts) == 1 else f"{eval_set.name}-{adapter}"
+                name = eval_set.name if adapter is None else f"{eval_set.name}-{adapter}"
                 shards[name] = [put(shard) for shard in built]
         return shards
 

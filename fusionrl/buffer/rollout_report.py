@@ -26,7 +26,7 @@ from fusionrl.rollout.image_requests import image_metrics
 from fusionrl.rollout.time_limit import TIMED_OUT
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 
-Report = tuple[dict[str, float], int | None, RolloutFacts | None, list[Glimpse]]
+Report = tuple[dict[str, float], RolloutFacts | None, list[Glimpse]]
 
 
 def report(
@@ -38,7 +38,7 @@ def report(
     config: Config,
     border: HookBorder,
 ) -> Report:
-    """Return metrics, the version of the weights that will train (None: unknown), facts and some samples of a rollout.
+    """Return metrics, facts and some samples of a rollout.
 
     A user's function may report in place of the usual metrics; --mode sft has neither facts nor samples.
 
@@ -48,7 +48,7 @@ def report(
     """
     samples, raw = scored.samples, scored.raw
     if config.run.mode == "sft":
-        return metrics | {"rollout/num_samples": float(len(samples))}, None, None, []
+        return metrics | {"rollout/num_samples": float(len(samples))}, None, []
     base_metrics = rollout_metrics(samples, raw)
     sets = set_metrics(samples, raw) if len(config.data.prompt_data or []) > 1 else {}
     version = training_version(samples, pushed_version)
@@ -61,7 +61,7 @@ def report(
     metrics |= sets | staleness
     metrics |= {f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()}
     facts, glimpses = rollout_facts(config, samples, raw, scored.rewards)
-    return metrics, version, facts, glimpses
+    return metrics, facts, glimpses
 
 
 def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:

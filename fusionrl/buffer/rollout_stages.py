@@ -101,9 +101,7 @@ class RolloutStages:
             divided = by_adapter(samples, self._adapters)
             parts = {name: score(members, config, border) for name, members in divided.items()}
             scored = pooled(list(parts.values()))
-            metrics, version, facts, glimpses = report(
-                rollout_id, scored, metrics, pushed_version, since, config, border
-            )
+            metrics, facts, glimpses = report(rollout_id, scored, metrics, pushed_version, since, config, border)
             if len(self._adapters) > 1:
                 for name, part in parts.items():
                     metrics |= mean_metrics(f"adapter/{name}", part.samples, part.raw)
@@ -122,14 +120,12 @@ class RolloutStages:
                 self.trained.gave(rollout_id, path, scored.samples, trained.samples, has_indices)
             images = {image.key: image.num_tokens for sample in trained.samples for _, image in sample.image_spans}
             work = Work.of((sample.num_tokens for sample in trained.samples), images.values())
-            if len(parts) > 1:  # as of runs of their own
-                versions = {name: training_version(part.samples, pushed_version) for name, part in parts.items()}
-            else:
-                versions = dict.fromkeys(parts, version)
-            last = [part.samples for part in chosen.values()]
+            versions = {name: training_version(part.samples, pushed_version) for name, part in parts.items()}
+            # `cut` takes the samples out of the last lists that hold them; some of these may be the same list.
+            cut_lists = {id(part.samples) for part in chosen.values()}
             for held in (samples, scored.samples, trained.samples, *(part.samples for part in parts.values())):
-                if not any(held is kept for kept in last):
-                    held.clear()  # `cut` takes the samples out of the last list that holds them
+                if id(held) not in cut_lists:
+                    held.clear()
             # Without a push the versions belong to another run, whose steps are unknown.
             newest = pushed_version if trains is None else trains
             ages = None if newest is None else StepStaleness.of(newest, config)

@@ -47,7 +47,8 @@ def cut(
     put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
     ages  counts the actor's shards
     temperature  --rollout-temperature: tokens that were sampled at another are marked (field `temperatures`)
-    adapter, first  of several, that learns from these samples alone, and the place of the first in the rollout
+    adapter  of several: the one that learns from these samples
+    first    place of the first sample in the rollout
     """
     assert plan.balance is not None and plan.batch is not None
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}

@@ -11,6 +11,7 @@ from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.run_parts import estimator_of
+from fusionrl.data.adapter_column import check_adapter
 from fusionrl.data.attempts import attempts_of
 from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount
@@ -47,9 +48,7 @@ def by_adapter(samples: list[Sample], names: Sequence[str]) -> dict[str | None, 
     if len(names) < 2:
         return {None: samples}
     for sample in samples:
-        if sample.adapter not in names:
-            cure = f"set sample.adapter to one of --lora-adapters ({', '.join(names)})"
-            raise ValueError(f"sample {sample.index} has the adapter {sample.adapter!r:.80}; {cure}")
+        check_adapter(sample, names)
     parts = {name: [sample for sample in samples if sample.adapter == name] for name in names}
     return {name: members for name, members in parts.items() if members}
 

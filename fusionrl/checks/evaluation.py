@@ -9,6 +9,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
 from fusionrl.config.hooks import check_hook
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT
+from fusionrl.plan.adapters import adapter_names
 from fusionrl.rewards.labels import LabelCheck
 
 
@@ -32,6 +33,9 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
             errors.append(f"{where} the name of a set has letters, digits, '_' and '-' only; rename it")
         if names.count(eval_set.name) > 1:
             errors.append(f"{where} two sets have this name; rename one")
+        if eval_set.adapter is not None and eval_set.adapter not in (names_known := adapter_names(config)):
+            known = f"the run has {', '.join(names_known)}" if names_known else "the run has none"
+            errors.append(f"{where} adapter {eval_set.adapter!r}: {known} (--lora-adapters)")
         columns = prompt_columns(config).of_set(eval_set, eval_set.custom_generate_function_path is not None)
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
         ask_reward = _label_check(config, eval_set)

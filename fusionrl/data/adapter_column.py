@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fusionrl.data.findings import Finding, FindingError
+from fusionrl.data.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,6 @@ class AdapterColumn:
         names = tuple(spec.partition("=")[0] for spec in getattr(args, "lora_adapters", None) or ())
         return cls(args.adapter_key, names) if len(names) > 1 else None
 
-    def in_set(self, name: str) -> AdapterColumn:
-        """Return the column of a set of rows: an adapter of the set's name is that of rows that name none."""
-        return replace(self, of_set=name) if self.of_set is None and name in self.names else self
-
     def adapter(self, row: Mapping[str, object], metadata: Mapping[str, object]) -> str:
         """Return the adapter of a row.
 
@@ -47,3 +44,14 @@ class AdapterColumn:
             cause = f"no adapter: column {self.key!r} (--adapter-key) is missing, and no adapter has the set's name"
             raise FindingError(Finding(cause, hint=hint))
         raise FindingError(Finding(f"column {self.key!r} (--adapter-key) names no adapter", repr(value)[:80], hint))
+
+
+def check_adapter(sample: Sample, names: Sequence[str]) -> None:
+    """Check that a sample names one of several adapters.
+
+    Raises:
+        ValueError: it names another one, or none.
+    """
+    if names and sample.adapter not in names:
+        cure = f"set sample.adapter to one of --lora-adapters ({', '.join(names)})"
+        raise ValueError(f"sample {sample.index} has the adapter {sample.adapter!r:.80}; {cure}")

@@ -93,14 +93,14 @@ class PromptColumns:
         names = ("input_key", "label_key", "metadata_key", "tool_key")
         keys = {name: getattr(settings, name) for name in names}
         keys |= {"images": ImageColumn.of(settings, self.checkpoint), "keeps_messages": keeps_messages}
-        columns, adapter = replace(self, **keys), getattr(settings, "adapter", None)
-        if adapter is not None and columns.adapters is not None:
-            return replace(columns, adapters=replace(columns.adapters, of_set=adapter))
-        return columns.in_set(str(getattr(settings, "name", "")))
+        return replace(self, **keys).in_set(getattr(settings, "adapter", None) or str(getattr(settings, "name", "")))
 
     def in_set(self, name: str) -> PromptColumns:
-        """Return the columns of a set of rows with this name."""
-        return self if self.adapters is None else replace(self, adapters=self.adapters.in_set(name))
+        """Return the columns of a set of rows: an adapter of its name is that of rows that name none."""
+        column = self.adapters
+        if column is None or column.of_set is not None or name not in column.names:
+            return self
+        return replace(self, adapters=replace(column, of_set=name))
 
 
 @dataclass

@@ -17,8 +17,8 @@ async def post(
     engines are noted, so that the samples that a generate or rollout function makes get their weight versions. They
     get one placeholder for each image, whether `input_ids` have one or as many as it has tokens. None gets ids with a
     placeholder that the model has sampled: the answer has no token then, and the finish reason "length". With several
-    adapters (--lora-adapters), the one of the sample answers what a generate function asks; elsewhere, and for another
-    one, put "lora_path": sample.adapter into the payload, or "base" for the model without one. Raises
+    adapters (--lora-adapters), a generate function's requests go to that of its sample; elsewhere, or to ask another
+    adapter, put "lora_path": NAME into the payload ("base": the model without one). Raises
     ValueError for a request to /generate without a token, of which an engine dies, or with other placeholders. Raises
     RuntimeError with the server's text for a 4xx answer, or the last failed try.
     """

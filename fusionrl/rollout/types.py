@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from fusionrl.config.hooks import HookError
+from fusionrl.data.adapter_column import AdapterColumn, check_adapter
 from fusionrl.data.attempts import join_attempt
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
@@ -105,15 +106,19 @@ class Limits:
 
     vocab_size   ids of tokens are below it
     num_experts  of a layer; numbers of experts are below it
+    adapters     of a run with several, of which each sample names one
     """
 
     vocab_size: int | None = None
     num_experts: int | None = None
+    adapters: tuple[str, ...] = ()
 
     @classmethod
     def of_args(cls, args: Namespace) -> Limits:
         """Read them from a hook's `args`, which a user may have made."""
-        return cls(getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
+        column = AdapterColumn.of(args)
+        names = () if column is None else column.names
+        return cls(getattr(args, "vocab_size", None), getattr(args, "num_experts", None), names)
 
 
 def check_samples(field: str, path: str, samples: Sequence[object], limits: Limits, *, are_new: bool = True) -> None:
@@ -134,6 +139,7 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
                 is_known = not are_new or (sample.image_spans and field not in _GENERATING)
                 restore_images(sample) if is_known else adopt_images(sample, processor)
             check_values(sample, limits.vocab_size, limits.num_experts)
+            check_adapter(sample, limits.adapters)
         except (TypeError, ValueError) as error:
             raise HookError(f"{_where(field, path)}: {error}", [sample]) from error
         sample.pack()

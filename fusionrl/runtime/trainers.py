@@ -33,8 +33,10 @@ class TrainerGroups:
         return len(self.actors)
 
     def train(self, rollout_id: int, shards: Refs, auxiliary_shards: Refs = ()) -> dict[str, float]:
-        """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i, and of several adapters so
-        do those that follow. Rank 0's metrics."""
+        """One rollout's optimizer steps on every rank; rank 0's metrics.
+
+        Shard i goes to data-parallel rank i. With several adapters, `shards` has a block of dp shards for each.
+        """
         assert self.plan.layout is not None
         layout, auxiliary = self.plan.layout, self.plan.auxiliary
         policy_shards = [list(shards[layout.dp_rank(rank) :: layout.dp]) for rank in range(layout.world_size)]

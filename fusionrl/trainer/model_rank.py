@@ -19,7 +19,7 @@ from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import is_megatron_folder
 from fusionrl.observe.spans import phase, span
-from fusionrl.plan.adapters import adapted_of, adapters_of
+from fusionrl.plan.adapters import adapted_of, adapters_of, only_folder
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.plan.vision import frozen_of
 
@@ -133,7 +133,7 @@ class ModelRank:
         if self.adapter_spec is not None:
             from fusionrl.trainer import lora
 
-            start = config.run.seed, config.lora.lora_adapter_path
+            start = config.run.seed, only_folder(config)
             lora.attach(modules, transformer, self.shape, self.adapter_spec, *start)
         self.trained = build_training(config, modules, transformer, self.trainer_plan)
         from fusionrl.trainer.megatron_spans import record_megatron

@@ -39,6 +39,23 @@ class Learned:
     metrics: dict[str, float]
     samples: SampleColumns
 
+    @property
+    def num_tokens(self) -> float:
+        """Tokens that were trained on."""
+        return sum(report.numbers["num_tokens"] for report in self.reports)
+
+
+def _pooled(parts: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]:
+    """Return means over the tokens of several shards, and sums of the numbers of tokens that were left out."""
+    pooled: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics, _ in parts for name in metrics):
+        values = [(metrics[name], num_tokens) for metrics, num_tokens in parts if name in metrics]
+        if name.endswith("_excluded"):
+            pooled[name] = sum(value for value, _ in values)
+        else:
+            pooled[name] = sum(v * n for v, n in values) / max(sum(n for _, n in values), 1.0)
+    return pooled
+
 
 class TrainerBase(ModelRank):
     """A rank that scores and trains."""
@@ -147,9 +164,7 @@ class TrainerBase(ModelRank):
         reports = [report for part in parts for report in part.reports]
         firsts = list(itertools.accumulate((len(part.reports) for part in parts[:-1]), initial=0))
         metrics = pooled_metrics(reports, first_is_old, firsts)
-        for name in parts[0].metrics:
-            values = [part.metrics[name] for part in parts]
-            metrics[name] = sum(values) if name.endswith("_excluded") else sum(values) / len(values)
+        metrics |= parts[0].metrics if len(parts) == 1 else _pooled([(p.metrics, p.num_tokens) for p in parts])
         return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}
 
     def take_steps(self, rollout_id: int, prepared: Prepared) -> Learned:

@@ -300,6 +300,46 @@ def test_a_mixture_reports_each_set_and_goes_on_exactly(buffer, write_rows, tmp_
     assert "rollout/math/raw_reward" not in run(buffer(run="one", prompt_data=specs[0]).generate(0)).metrics
 
 
+def test_several_adapters_get_the_shards_of_runs_of_their_own(
+    buffer: MakeBuffer, write_rows: Any, tmp_path: Path
+) -> None:
+    """Three prompts of one and one of the other, in two optimizer steps, of which the second adapter has one."""
+    rows = {name: [{"input": f"{name}{i}", "label": str(i)} for i in range(6)] for name in ("math", "code")}
+    specs = [f"{name}={write_rows(rows[name], name + '.jsonl')}" for name in rows]
+    flags = {"prompt_data": specs, "prompt_data_weights": [3, 1], "lora_rank": 2, "lora_adapters": ["math", "code"]}
+    flags |= {"num_steps_per_rollout": 2, "save_debug_rollout_data": str(tmp_path / "both" / "{rollout_id}.jsonl")}
+    made = buffer(**flags)
+    rollout = run(made.generate(0))
+    assert [shard.adapter for shard in rollout.shards] == ["math", "math", "code", "code"]
+    numbers = rollout.metrics
+    assert (numbers["adapter/math/num_samples"], numbers["adapter/code/num_samples"]) == (6, 2)
+    assert numbers["adapter/code/raw_reward"] == numbers["adapter/math/accuracy"] == 0.5
+    samples, alone = rows_of(tmp_path / "both" / "0.jsonl"), []
+    for name, sizes in {"math": (3, 2), "code": (1, 1)}.items():
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in samples if row["adapter"] == name)
+        (tmp_path / name / "0.jsonl").write_text(lines)
+        one = {"load_debug_rollout_data": str(tmp_path / name / "{rollout_id}.jsonl"), "debug_train_only": True}
+        one |= dict(zip(("rollout_batch_size", "num_steps_per_rollout"), sizes, strict=True))
+        alone += run(buffer(run=name, lora_rank=2, **one).generate(0)).shards
+    found = [shard.fields.pop("position").tolist() for shard in rollout.shards]
+    own = [shard.fields.pop("position").tolist() for shard in alone]
+    assert found == [*own[:2], *([6 + place for place in places] for places in own[2:])]
+    for shard, wanted in zip(rollout.shards, alone, strict=True):
+        np.testing.assert_equal(shard.fields, wanted.fields)
+        assert (shard.steps, shard.metadata) == (wanted.steps, wanted.metadata)
+    columns = {place: {"advantage": float(place)} for places in found for place in places}
+    run(made.add_trained(0, [columns]))
+    (trained,) = (made.run_dir / "rollouts" / "trained").iterdir()
+    written = rows_of(next((made.run_dir / "rollouts").glob("*.train.a1.jsonl")))
+    assert [written[row["line"]]["adapter"] for row in rows_of(trained)] == ["math"] * 6 + ["code"] * 2
+    samples[0]["adapter"] = "maths"
+    (tmp_path / "both" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    again = {"load_debug_rollout_data": str(tmp_path / "both" / "{rollout_id}.jsonl"), "save_debug_rollout_data": None}
+    with pytest.raises(ValueError, match=r"'maths'; set sample.adapter to one of --lora-adapters \(math, code\)"):
+        run(buffer(run="again", debug_train_only=True, **flags | again).generate(0))
+
+
 # ------------------------------------------------------------------------------------------------ replay
 def test_saved_rollouts_can_be_trained_on_again(buffer: MakeBuffer, tmp_path: Path) -> None:
     template = str(tmp_path / "saved" / "{rollout_id}.jsonl")

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import LocalRanks, Samples, config_of
 
 FLAGS: dict[str, Any] = {"lora_rank": 4, "lora_dropout": 0.1, "use_kl_loss": True, "clip_grad": 1.0}
@@ -18,6 +20,15 @@ FLAGS |= {"lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2
 SEEDS: dict[str, Sequence[int | None]] = {"math": (1, None, 3, 4), "code": (5, 6, None, 8)}
 """Adapter → of each rollout the seed of its samples; None: it has none."""
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def lent_adapters(actor: Any) -> dict[str, dict[str, Any]]:
+    """Return what a push exports of each adapter."""
+    found = {}
+    for name in SEEDS:
+        with actor.lent_adapter(name):
+            found[name] = trainer_worker.adapters(actor)
+    return found
 
 
 def shards(name: str, rollout: int, dp: int) -> list[TrainShard]:
@@ -57,13 +68,17 @@ def test_each_is_that_of_a_run_of_its_own(
             if seed is not None:
                 metrics = workers.on_shards("train", shards(name, rollout, layout.dp), rollout_id=rollout)
                 alone.setdefault(f"{name} metrics", []).append(metrics[0])
-        alone[name] = workers.call("state_hashes")
+        alone[name], alone[f"{name} values"] = workers.call("state_hashes"), workers.run(trainer_worker.adapters)
     workers.start(config(lora_adapters=list(SEEDS)), layout)
     path, found = str(tmp_path / "checkpoint"), []
     for rollout in range(4):
         found.append(train_all(workers, rollout, layout.dp)[0])
         if rollout == 1:
             workers.call("save", path, rollout)
+    for rank, values in enumerate(workers.run(lent_adapters)):
+        for name in SEEDS:
+            for matrix, value in values[name].items():
+                assert np.array_equal(value, alone[f"{name} values"][rank][matrix]), f"{matrix} of {name}, as pushed"
     side_by_side = workers.call("state_hashes")
     for rank, hashes in enumerate(side_by_side):
         for name in SEEDS:
@@ -83,3 +98,26 @@ def test_each_is_that_of_a_run_of_its_own(
     for rollout in range(2, 4):
         assert train_all(workers, rollout, layout.dp)[0] == found[rollout]
     assert workers.call("state_hashes") == side_by_side
+
+
+def test_adapters_start_from_their_folders(workers: LocalRanks, hf: Any, tmp_path: Path) -> None:
+    """Folders that a run has written are read for each of several adapters, and for the only one."""
+    flags: dict[str, Any] = FLAGS | {"lora_dropout": 0.0}
+    workers.start(config_of(hf("qwen3", False)[0], **flags, lora_adapters=list(SEEDS)))
+    train_all(workers, 0, 1)
+    train_all(workers, 1, 1)
+    workers.call("save_hf", str(tmp_path / "out"))
+    (wanted,) = workers.run(lent_adapters)
+    for names in (["code", "math"], ["math"]):
+        folders = [f"{name}={tmp_path / 'out' / name}" for name in names]
+        workers.start(config_of(hf("qwen3", False)[0], precision="bf16", **flags, lora_adapters=folders))
+        (found,) = workers.run(lent_adapters)
+        for name in names:
+            for matrix, value in found[name].items():
+                assert np.allclose(value, wanted[name][matrix], rtol=2**-8), f"{matrix} of {name}"
+        if len(names) > 1:
+            train_all(workers, 3, 1)
+        (after,) = workers.run(lent_adapters)
+        for name in names:
+            moved = max(np.abs(after[name][matrix] - found[name][matrix]).max() for matrix in found[name])
+            assert moved < 0.01, f"{name} goes on from its folder, not from other master weights"
