@@ -114,7 +114,13 @@ def pushed_versions(run_dir: Path) -> dict[int, Path]:
 
 
 def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -> dict[int, Path]:
-    """Convert the checkpoints of a run with --save-interval 1; version 0 is --hf-checkpoint `model`."""
+    """Convert the checkpoints of a run with --save-interval 1; version 0 is --hf-checkpoint `model`.
+
+    Of adapters: the weights with them added.
+    """
+    from fusionrl.cli import export
+    from fusionrl.models.adapted import saved_in
+    from fusionrl.trainer.checkpoint import read_description
     from tools.convert import to_hf
 
     models = {0: model}
@@ -122,7 +128,12 @@ def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -
         version = int(checkpoint.name.removeprefix("step_"))
         if version % fetches_per_push == 0:
             models[version] = run_dir / "versions" / str(version)
-            if not models[version].is_dir():
+            if models[version].is_dir():
+                continue
+            if saved_in(read_description(str(checkpoint / "trainer"))) is not None:
+                models[version].parent.mkdir(exist_ok=True)
+                assert export.run([str(checkpoint), str(models[version]), "--merge"]) == 0
+            else:
                 to_hf(str(model), str(checkpoint), models[version], "fp32")
     return models
 
