@@ -2,8 +2,8 @@
 
     python -m tools.family_loops --out DIR [--only TEXT] [--pipelines on-policy,one-step-off] [--json FILE]
 
-Models that see run as text alone, and with images (`--only +images`). With adapters (`--only +lora`) every family runs
-with a merged push, and those of which engines take adapters with an adapter push.
+Models that see run as text alone, and with images (`--only +images`). Rows with adapters run where TEXT has `+lora`:
+every family with a merged push, and those of which engines take adapters with an adapter push.
 
 A row is a run of `fusionrl train` of three steps with a tiny random model in fp32 on this machine's CPU. Its columns
 are the largest difference of log-probs after a push (`sync/verify_logprob_diff`), and the mean one between the engine
@@ -29,7 +29,8 @@ from tools.make_vision_quickstart import write_rows
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ("qwen3_5", "qwen3_5_moe")
 SEEING = "+images"
-MERGED, ADAPTER = "+lora merged", "+lora adapter"
+LORA = "+lora"
+MERGED, ADAPTER = f"{LORA} merged", f"{LORA} adapter"
 _DELTA = ("qwen3_5", "qwen3_next")
 PUSH_BOUND, ADAPTERS_BOUND, MEAN_BOUND, DELTA_BOUND = 1e-5, 2.5e-6, 1e-6, 3e-6
 _LORA = {"mode": "rl", "rollout_num_gpus": 1, "lora_rank": 4}
@@ -123,7 +124,7 @@ def run_family(family: str, pipeline: str, task: Path, folder: Path) -> dict[str
         *("--rollout-num-gpus", "1", "--pipeline", pipeline, "--run-dir", str(folder / "run")),
     ]
     command += ["--sglang-trust-remote-code"] if family.startswith("mimo") else []
-    name, has_adapters, push = family.partition("+lora ")
+    name, has_adapters, push = family.partition(f"{LORA} ")
     command += ["--lr", "1e-2" if has_adapters else "1e-3"]
     if has_adapters:
         command += ["--lora-rank", str(_LORA["lora_rank"]), "--lora-push", push]
@@ -161,7 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     write_rows(task / _PICTURES[0], picture_rows(64, random.Random(0)))
     rows = []
     print("| family | pipeline | push | engine against trainer | |\n|---|---|---|---|---|", flush=True)
-    for family in (name for name in families() if options.only in name):
+    rows_of = families() if LORA in options.only else [name for name in families() if LORA not in name]
+    for family in (name for name in rows_of if options.only in name):
         for pipeline in options.pipelines.split(","):
             rows.append(run_family(family, pipeline, task, out / f"{family}-{pipeline}"))
             push, mean = (f"{rows[-1][key]:.1e}" if key in rows[-1] else "" for key in ("push", "mean"))

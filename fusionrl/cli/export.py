@@ -1,9 +1,7 @@
 """`fusionrl export FROM OUT [--merge]`: an adapter out of a run as a PEFT folder, or added to its base model."""
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,19 +11,20 @@ from fusionrl.models.adapted import base_identity, saved_in
 from fusionrl.models.adapters import AdapterSpec, peft_sizes
 from fusionrl.models.families import kept
 from fusionrl.models.peft_config import CONFIG, read_peft
-from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.models.shape import ModelShape, read_json_object, read_model_shape
+from fusionrl.models.weight_files import is_megatron_folder
 from fusionrl.observe.run_dir import holds_run
 from fusionrl.runtime.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from fusionrl.weights.merge import ReadTensor
 
-_FLAG, _FROM = "--hf-checkpoint", "fusionrl export"
+_FLAG, _COMMAND = "--hf-checkpoint", "fusionrl export"
 
 
 def run(argv: Sequence[str]) -> int:
     """Write the folder; returns the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog=_FROM, description=__doc__)
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
     parser.add_argument("source", metavar="FROM", type=Path, help="a run, a checkpoint of one, or a PEFT folder")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist")
     parser.add_argument("--merge", action="store_true", help="write the whole model, the adapter added to its weights")
@@ -45,16 +44,6 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class _Adapter:
-    """An adapter that is stored, of the model in the folder `base`; `tensor` reads one by PEFT's name and its sizes."""
-
-    spec: AdapterSpec
-    base: str
-    shape: ModelShape
-    tensor: "ReadTensor"
-
-
 def _export(source: Path, out: Path, merges: bool, name: str | None, base: str | None) -> None:
     from fusionrl.models.hf_io import HFReader, save_hf
     from fusionrl.models.peft_folder import write_peft
@@ -63,29 +52,32 @@ def _export(source: Path, out: Path, merges: bool, name: str | None, base: str |
     is_peft = (source / CONFIG).is_file()
     if is_peft and not merges:
         raise ValueError(f"{source}: it is a PEFT folder already; give --merge for a whole model")
-    adapter = _of_peft(source, base) if is_peft else _of_checkpoint(_checkpoint(source), name, base)
-    if not merges:
-        sizes = peft_sizes(adapter.shape, adapter.spec)
-        tensors = ((peft_name, adapter.tensor(peft_name, own)) for peft_name, own in sizes.items())
-        write_peft(out, adapter.spec, adapter.shape, adapter.base, tensors, write=True, flag=_FROM)
-        return
-    whole = merged_tensors(HFReader(adapter.base, _FLAG), adapter.shape, adapter.spec, adapter.tensor)
-    save_hf(out, adapter.base, whole, write=True, kept=kept(adapter.shape))
+    base, shape, spec, read = _of_peft(source, base) if is_peft else _of_checkpoint(_checkpoint(source), name, base)
+    if merges:
+        whole = merged_tensors(HFReader(base, _FLAG), shape, spec, read)
+        save_hf(out, base, whole, write=True, kept=kept(shape))
+    else:
+        tensors = ((name, read(name, sizes)) for name, sizes in peft_sizes(shape, spec).items())
+        write_peft(out, spec, shape, base, tensors, write=True, flag=_COMMAND)
 
 
-def _of_peft(folder: Path, base: str | None) -> _Adapter:
+def _of_peft(folder: Path, base: str | None) -> tuple[str, ModelShape, AdapterSpec, "ReadTensor"]:
+    """Return the base's folder, its shape, the adapter's spec, and what reads its tensors."""
     from fusionrl.models.peft_folder import PeftReader
 
     if base is None:
-        base = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = read_json_object(folder / CONFIG, f"{folder}: {CONFIG}").get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_dir():
         raise ValueError(f"{folder}: its base model {base} is not a folder here; give {_FLAG}")
     shape = read_model_shape(base, _FLAG)
-    peft = read_peft(folder, shape, _FROM)
-    return _Adapter(peft.spec, base, shape, PeftReader(peft).get)
+    peft = read_peft(folder, shape, _COMMAND)
+    return base, shape, peft.spec, PeftReader(peft).get
 
 
-def _of_checkpoint(folder: Path, name: str | None, base: str | None) -> _Adapter:
+def _of_checkpoint(
+    folder: Path, name: str | None, base: str | None
+) -> tuple[str, ModelShape, AdapterSpec, "ReadTensor"]:
+    """Return the same of a checkpoint's adapter."""
     from fusionrl.trainer.checkpoint import read_description, saved_adapters
 
     trainer = folder / ("trainer" if name is None else f"trainer-{name}")
@@ -97,12 +89,17 @@ def _of_checkpoint(folder: Path, name: str | None, base: str | None) -> _Adapter
     adapted = saved_in(description)
     if adapted is None:
         raise ValueError(f"{folder}: it has weights and no adapters; tools/convert.py to-hf writes them")
-    if base is not None and base_identity(base) not in (None, adapted.identity):
+    if is_megatron_folder(adapted.base):
+        if base is None:
+            raise ValueError(
+                f"{folder}: its base {adapted.base} is a Megatron checkpoint; give {_FLAG}, a folder with these weights"
+            )
+    elif base is not None and None not in (hashes := (base_identity(base), adapted.identity)) and len({*hashes}) > 1:
         raise ValueError(f"{_FLAG} {base}: its weights are not those of {adapted.base}, to which the adapters belong")
     base = adapted.base if base is None else base
     shape = read_model_shape(base, _FLAG, sees=description["shape"].get("vision") is not None)
     _, tensors = saved_adapters(trainer, shape)
-    return _Adapter(adapted.adapters, base, shape, lambda name, _: tensors[name])
+    return base, shape, adapted.adapters, lambda name, _: tensors[name]
 
 
 def _checkpoint(source: Path) -> Path:

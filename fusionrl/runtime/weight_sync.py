@@ -46,7 +46,7 @@ class WeightSync:
         self.version = 0
         """Of the last push."""
         self._num_pushes = 0
-        self._is_loss_told = False
+        self._has_warned_of_loss = False
         self._targets: list[EngineTarget] = []
         self._feeds: list[Feed] = []
         self._have_base = set[tuple[int, int]]()  # processes of engines that get no more than adapters
@@ -191,8 +191,8 @@ class WeightSync:
             return 0.0
         calls = [(f"trainer {i}", trainer.merge_losses.remote()) for i, trainer in enumerate(self._trainers.actors)]
         loss = merge_loss(wait_all(calls, self._config.weights.update_weight_timeout_s))
-        if loss > _LOUD_LOSS and not self._is_loss_told:
-            self._is_loss_told = True
+        if loss > _LOUD_LOSS and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
             logger.warning(
                 "weights with adapters added lose %.0f %% of what these add, as engines hold them in bf16"
                 " (train/lora_merge_loss): give --lora-push adapter where engines can take adapters, or --rollout-dtype"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
     from fusionrl.weights.disk import DiskWriter
     from fusionrl.weights.export import Exporter
-    from fusionrl.weights.remote_calls import MergeLosses, SendReport, WriteReport
+    from fusionrl.weights.remote_calls import MergeLosses, MergeSums, SendReport, WriteReport
     from fusionrl.weights.send import WeightSender
 
 
@@ -99,16 +101,24 @@ class PushSource(AdapterTrainer):
         """Return the checksums that each rank of an engine of `tp_size` should have; collective over the trainers."""
         from fusionrl.models.fp8 import held
         from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
+        from fusionrl.weights.remote_calls import MergeSums
 
         # A draft model has further layers in other tensors; a stale one is slow and never wrong.
-        tensors = held(self._exporter(self.shape.trunk).full(), self.plan.quantization)
+        exporter = replace(self._exporter(self.shape.trunk), merge_sums=MergeSums())  # these are no push's
+        tensors = held(exporter.full(), self.plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
         whole_tower = bool(self.config.passthrough.sglang.get("mm_enable_dp_encoder"))
         return engine_checksums(tensors, self.shape, tp_size, hash_of, multiple, whole_tower)
 
     def merge_losses(self) -> MergeLosses:
-        """As `Exporter.merge_losses`, of a push that adds adapters to the weights; not a collective."""
-        return self._exporter().merge_losses()
+        """Return what rounding has lost of merged weights since the last call; not a collective."""
+        return self._merge_sums.take()
+
+    @cached_property
+    def _merge_sums(self) -> MergeSums:
+        from fusionrl.weights.remote_calls import MergeSums
+
+        return MergeSums()
 
     @property
     def _merged(self) -> AdapterSpec | None:
@@ -137,6 +147,7 @@ class PushSource(AdapterTrainer):
             reload=lambda: self.reload(only_weights=True),
             quantization=self.plan.quantization,
             merged=self._merged,
+            merge_sums=self._merge_sums,
         )
 
     def _make_sender(self) -> WeightSender:

@@ -1,7 +1,7 @@
 """A trainer rank's data for a push: its own parts, or, together with the other ranks, the whole model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import PushPlan, PushTensor, push_tensors
 from fusionrl.weights.gather import DTYPES, PartGatherer, of_all_ranks
 from fusionrl.weights.merge import Merger
-from fusionrl.weights.remote_calls import MergeLosses
+from fusionrl.weights.remote_calls import MergeSums
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Exporter:
     """The weights of rank `rank` of a trainer, in the engines' precision `dtype` ("float32" or "bfloat16").
 
     `reload` brings them into memory where they were given away; `quantization` says what engines hold in fp8. `merged`:
-    the adapters to add to the weights; None: weights are as they are.
+    the adapters to add to the weights; None: weights are as they are; `merge_sums`: what that loses.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -39,6 +39,7 @@ class Exporter:
     reload: Callable[[], None] = lambda: None
     quantization: BlockFp8 | None = None
     merged: AdapterSpec | None = None
+    merge_sums: MergeSums = field(default_factory=MergeSums)
 
     def whole(self, without: Set[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every other weight, whole, as engines load it; collective over all ranks."""
@@ -54,26 +55,11 @@ class Exporter:
         for name, tensor in iter_hf_tensors(self.chunks, self.transformer, self.shape, value_of, dtype=dtype):
             yield name, tensor.detach().to(torch.float32 if name in exact else DTYPES[self.dtype])
 
-    @torch.no_grad()
-    def merge_losses(self) -> MergeLosses:
-        """Return what rounding loses of merged weights, of this rank's parts that a push takes; not a collective."""
-        self.reload()
-        merger = self._merger()
-        assert merger is not None
-        place, layout = self.rank % (self.layout.world_size // self.layout.pp), self.layout
-        total = 0.0, 0.0
-        for _, rule, tensor in local_tensors(self.chunks, self.shape):
-            num_holders = split_size(rule) * (1 if rule.expert is None else layout.ep)
-            if place < num_holders:  # others have the same
-                lost, added = merger.losses(rule, tensor.detach(), split_size(rule))
-                total = total[0] + lost, total[1] + added
-        return total
-
     def _merger(self) -> Merger | None:
         if self.merged is None:
             return None
         held = {name: (rule, part) for name, rule, part in local_adapters(self.chunks, self.shape, self.merged)}
-        return Merger(held, self.merged.scale, DTYPES[self.dtype])
+        return Merger(held, self.merged.scale, DTYPES[self.dtype], self.merge_sums)
 
     def tensors(self, group: dist.ProcessGroup | None) -> list[PushTensor]:
         """Every tensor of the model with the stage that holds it; collective over `group`, of all ranks."""

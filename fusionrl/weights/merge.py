@@ -1,7 +1,7 @@
 """Weights with their adapters added, W + scale · B A: what engines get in a merged push, and folders of whole models.
 
 Sums are in fp32 and rounded once. In bf16 a weight keeps eight bits, so that an update far smaller than the weight is
-lost: `Merger.losses` measures how much of it.
+lost: `Merger.sums` has how much of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusionrl.models.adapters import ADAPTER, AdapterSpec, peft_module, peft_siz
 from fusionrl.models.hf_io import HFReader
 from fusionrl.models.rules import Rule, Sizes
 from fusionrl.models.shape import ModelShape
-from fusionrl.weights.remote_calls import MergeLosses
+from fusionrl.weights.remote_calls import MergeSums
 
 ReadTensor = Callable[[str, Sizes], Tensor]
 """Reads a tensor by its name and sizes."""
@@ -37,9 +37,9 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, 
 def merged_tensors(
     base: HFReader, shape: ModelShape, spec: AdapterSpec, factor: ReadTensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of a model's folder, one by one, with adapters added, in the folder's precision.
+    """Yield (Hugging Face name, tensor) of a model's folder, with adapters added, in the folder's precision.
 
-    `factor` reads a tensor of the adapters. What the folder has in fp8 is in bf16.
+    `factor` reads a tensor of the adapters. Tensors in fp8 become bf16.
     """
     in_fp8 = base.quantization.names if base.quantization is not None else frozenset()
     targeted, sizes = targeted_names(shape, spec), peft_sizes(shape, spec)
@@ -60,18 +60,25 @@ class Merger:
 
     adapters  Megatron name → (rule, this rank's part), as `local_adapters` lists them
     dtype     of what engines get
+    sums      grow by what rounding loses of each piece
     """
 
     adapters: Mapping[str, tuple[Rule, Tensor]]
     scale: float
     dtype: torch.dtype
+    sums: MergeSums
 
     def piece(self, rule: Rule, value: Tensor, place: int, size: int) -> Tensor:
         """Return `convert.piece`, with its adapter if it has one."""
         piece = convert.piece(rule, value, place, size)
         if (factors := self._factors(rule, place, size)) is None:
             return piece
-        return merged(piece, *factors, self.scale)[0].to(self.dtype)
+        exact, added = merged(piece, *factors, self.scale)
+        rounded = exact.to(self.dtype)
+        if self.dtype != torch.float32:
+            self.sums.lost += exact.sub_(rounded).square_().sum()
+            self.sums.added += added.square_().sum()
+        return rounded
 
     def part(self, rule: Rule, value: Tensor, size: int) -> Tensor:
         """Return this rank's part of a Megatron tensor, one of `size`, as engines get it."""
@@ -79,16 +86,6 @@ class Merger:
             return value if rule.is_fp32 else value.to(self.dtype)
         pieces = [self.piece(rule, value, place, size) for place in range(len(rule.hf))]
         return convert.join(rule, [piece.reshape(-1, value.size(1)).to(self.dtype) for piece in pieces], size)
-
-    def losses(self, rule: Rule, value: Tensor, size: int) -> MergeLosses:
-        """Return what rounding this part loses."""
-        lost = added = 0.0
-        for place, piece in enumerate(convert.pieces(rule, value, size)):
-            if (factors := self._factors(rule, place, size)) is not None:
-                exact, update = merged(piece, *factors, self.scale)
-                lost += float((exact.to(self.dtype) - exact).pow_(2).sum())
-                added += float(update.pow_(2).sum())
-        return lost, added
 
     def _factors(self, rule: Rule, place: int, size: int) -> tuple[Tensor, Tensor] | None:
         """Return A and B of tensor `place` of the rule, the rows of B in the order of those of the piece."""

@@ -1,12 +1,18 @@
 """Calls of other processes or threads, and what the ranks report on their part of a push."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from math import sqrt
-from typing import NotRequired, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 
 from fusionrl.base.pending_calls import waiting
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -68,7 +74,22 @@ class WriteReport(TypedDict):
 
 
 MergeLosses = tuple[float, float]
-"""Sums over the values of merged weights (`merge.py`): (what rounding changed)², (what adapters add)²."""
+"""(lost, added) of `MergeSums`."""
+
+
+@dataclass
+class MergeSums:
+    """Sums over the values of merged weights (`merge.py`), on their device: of (what rounding changed)², and of (what
+    adapters add)²."""
+
+    lost: Tensor | float = 0.0
+    added: Tensor | float = 0.0
+
+    def take(self) -> MergeLosses:
+        """Return the sums, and begin anew."""
+        sums = float(self.lost), float(self.added)
+        self.lost = self.added = 0.0
+        return sums
 
 
 def merge_loss(losses: Iterable[MergeLosses]) -> float:

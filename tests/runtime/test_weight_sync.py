@@ -60,7 +60,7 @@ def targets_of(*indices: int) -> list[EngineTarget]:
 
 
 def test_what_a_merged_push_loses_is_measured_and_a_large_share_is_told_once(calls: Any, caplog: Any) -> None:
-    """Over the ranks: √(Σ lost² / Σ added²). In fp32 nobody is asked."""
+    """Over the ranks: √(Σ lost² / Σ added²). Without a question to the trainers in fp32."""
     sums = {"0": iter([(0.0, 0.0), (1.0, 16.0), (3.0, 9.0)]), "1": iter([(0.0, 0.0), (0.0, 48.0), (1.0, 7.0)])}
     ranks = [Threaded(SimpleNamespace(merge_losses=lambda own=of_rank: next(own))) for of_rank in sums.values()]
     sync = sync_of(1, {"targets": lambda: targets_of(0)}, lora_push="merged", rollout_dtype="bf16")

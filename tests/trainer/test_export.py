@@ -104,10 +104,15 @@ def test_an_adapter_comes_out_of_a_checkpoint_of_any_layout(workers, hf, tmp_pat
     assert f"its weights are not those of {base}, to which the adapters belong" in found
     (found,) = workers.run(export, f"{step}-full", f"{merged}2", "--merge")
     assert "it has weights and no adapters; tools/convert.py to-hf writes them" in found
+    workers.start(config_of(base, lora_rank=3, megatron_checkpoint=f"{step}-full/trainer"))
+    workers.call("save", f"{step}-on-megatron/trainer", 0)
+    (found,) = workers.run(export, f"{step}-on-megatron", f"{merged}2", "--merge")
+    assert "is a Megatron checkpoint; give --hf-checkpoint, a folder with these weights" in found
+    assert workers.run(export, f"{step}-on-megatron", f"{merged}2", "--merge", "--hf-checkpoint", str(base)) == [""]
     (tmp_path / "several" / "trainer-math").mkdir(parents=True)
-    (found,) = workers.run(export, str(tmp_path / "several"), f"{merged}2")
+    (found,) = workers.run(export, str(tmp_path / "several"), f"{merged}3")
     assert "give --adapter, one of math" in found
-    assert "give a run, a checkpoint or a PEFT folder" in workers.run(export, str(tmp_path), f"{merged}2")[0]
+    assert "give a run, a checkpoint or a PEFT folder" in workers.run(export, str(tmp_path), f"{merged}3")[0]
 
 
 def test_what_cannot_be_exported_is_refused(make_peft, tmp_path, capsys) -> None:

@@ -13,7 +13,7 @@ from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.weights.merge import Merger
-from fusionrl.weights.remote_calls import merge_loss
+from fusionrl.weights.remote_calls import MergeSums, merge_loss
 from tests.trainer import hf_models
 
 NAMES = [*hf_models.FAMILIES, *hf_models.SPARSE, *hf_models.PLUGINS]
@@ -48,7 +48,12 @@ def test_merged_parts_are_those_of_merged_weights(family: str, size: int) -> Non
         want[f"{name.removeprefix('base_model.model.')}.weight"] += 4 / 3 * b @ a
     num_changed = 0
     mergers = [
-        Merger({n: (r, part_of(r, factors, rank, size)) for n, r in of_adapters.items()}, spec.scale, torch.float32)
+        Merger(
+            {n: (r, part_of(r, factors, rank, size)) for n, r in of_adapters.items()},
+            spec.scale,
+            torch.float32,
+            MergeSums(),
+        )
         for rank in range(size)
     ]
     for rule in rules.values():
@@ -69,7 +74,7 @@ def test_merged_parts_are_those_of_merged_weights(family: str, size: int) -> Non
 
 
 def test_untargeted_tensors_are_not_touched_and_exact_ones_stay_in_fp32() -> None:
-    merger = Merger({}, 1.0, torch.bfloat16)
+    merger = Merger({}, 1.0, torch.bfloat16, MergeSums())
     value = torch.randn(4, 3)
     assert torch.equal(merger.part(Rule("a.weight", {"a": (4, 3)}), value, 1), value.bfloat16())
     assert torch.equal(merger.part(Rule("a.weight", {"a": (4, 3)}, exact=True), value, 1), value)
@@ -84,11 +89,13 @@ def test_loss_of_a_merge_is_all_of_a_small_update_and_little_of_a_large_one(scal
     a, b = torch.randn(rank, 48, generator=generator), torch.randn(64, rank, generator=generator)
     rules = {f"m{ADAPTER}A.0": Rule("a", {"a": (rank, 48)}), f"m{ADAPTER}B.0": Rule("b", {"b": (64, rank)})}
     held = dict(zip(rules, zip(rules.values(), (a, b), strict=True), strict=True))
-    merger = Merger(held, scale, torch.bfloat16)
-    found = merge_loss([merger.losses(rule, weight, 1)])
+    sums = MergeSums()
+    Merger(held, scale, torch.bfloat16, sums).piece(rule, weight, 0, 1)
+    found = merge_loss([sums.take()])
     added = scale * b.double().numpy() @ a.double().numpy()
     exact = weight.double().numpy() + added
     rounded = torch.tensor(exact).to(torch.bfloat16).double().numpy()
     assert found == pytest.approx(np.linalg.norm(rounded - exact) / np.linalg.norm(added), rel=1e-2)
     assert low <= found <= high
-    assert merge_loss([Merger(held, 0.0, torch.bfloat16).losses(rule, weight, 1)]) == 0.0, "B is 0: nothing is added"
+    Merger(held, 0.0, torch.bfloat16, sums).piece(rule, weight, 0, 1)
+    assert merge_loss([sums.take()]) == 0.0, "nothing is added"
