@@ -134,6 +134,7 @@ def command_of(case: Case, options: argparse.Namespace, model: Path, folder: Pat
         *("--custom-rm-path", f"{HOOKS}:reward", "--rollout-batch-size", str(NUM_GROUPS), "--lr", "1e-3", "--use-tis"),
         *("--n-samples-per-prompt", str(NUM_SAMPLES), "--rollout-max-response-len", str(options.tokens)),
         *("--num-rollout", str(options.steps), "--verify-checkpoints", *case.flags),
+        *(["--lora-rank", str(options.lora_rank)] if options.lora_rank else []),
     ]
 
 
@@ -241,6 +242,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-kills", type=int, default=2, help="of a run, at most; one for each attempt")
     parser.add_argument("--steps", type=int, default=6, help="of a run")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank; 0: all weights")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so long")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds that an attempt may take")

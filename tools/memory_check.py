@@ -154,7 +154,7 @@ def check_states(only: Sequence[str], report: Callable[[dict[str, Any]], None]) 
     import_megatron()
     alone = [(Row(name, 1), precision) for name in (*MODELS, *SEEING, *LORA) for precision in ("fp32", "bf16")]
     frozen = Row("qwen3_5", 1, note="frozen", flags={"freeze_vision": True, "freeze_params_name_list": ["A_log"]})
-    rows = [*alone, (frozen, "bf16"), *((row, "fp32") for row in ROWS if row.model not in LORA)]
+    rows = [*alone, (frozen, "bf16"), *((row, "fp32") for row in ROWS)]
     results = []
     for row, precision in rows:
         name = f"{row.name.removeprefix(', ') or 'one rank'}{'' if precision == 'fp32' else ', bf16'}"

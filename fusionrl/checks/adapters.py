@@ -1,11 +1,12 @@
 """Checks of adapters: what does not go with them, the folders that they start from, and what the literature advises."""
 
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import changes_weights, needs_reference, uses_trainers
 from fusionrl.models.adapters import ALL_LINEAR, has_stacks
 from fusionrl.models.peft_config import read_peft
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.adapters import adapter_folders, adapters_of, has_several_adapters
+from fusionrl.plan.adapters import adapter_folders, adapters_of
 from fusionrl.plan.critic import auxiliary_role
 
 LEAST_LR = 5e-5
@@ -14,6 +15,9 @@ _BYPASSING = (
     *("tp_comm_overlap", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     *("use_transformer_engine_op_fuser", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "fp8", "fp4"),
 )
+# These move the router's bias, or weights, without a gradient.
+_MOVING = ("moe_router_bias_update_rate", "qk_clip")
+_FREEZING = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
 _OF_MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "linear_fc1", "linear_fc2")
 _MERGE = "merge the adapter into its base (`fusionrl export --merge`) and give the result as --hf-checkpoint"
 
@@ -25,38 +29,46 @@ def adapter_errors(config: Config) -> list[str]:
         return []
     if not uses_trainers(config):
         return [f"--lora-rank {rank}: engines alone run, and take no adapters from files; {_MERGE}"]
-    train, passed, role = config.train, config.passthrough.transformer, auxiliary_role(config)
-    values = {name: passed.get(name) for name in _BYPASSING}
-    on = [name for name, value in values.items() if value not in (None, False, "none", "")]
-    reasons = {
-        **{f"--{name.replace('_', '-')}": "layers are then not called one by one, with their adapters" for name in on},
-        "--enable-mtp-training": "layers of multi-token prediction have no adapters" * train.enable_mtp_training,
-        "--update-weight-mode delta": "weights stay, or change as a whole" * _sends_deltas(config),
-    }
-    freezing = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
-    reasons |= {
-        f"--{name.replace('_', '-')}": "adapters alone are trained; --target-modules chooses them"
-        for name in freezing
-        if getattr(train, name)
-    }
-    if has_several_adapters(config):
-        reasons |= {
-            f"--advantage-estimator {config.algorithm.advantage_estimator}": f"one {role} would score all" * bool(role),
-            "--optimizer-cpu-offload": "each adapter has an optimizer, which takes turns on the device"
-            * bool(config.passthrough.optimizer.get("optimizer_cpu_offload")),
-        }
-    if config.lora.lora_adapters and config.lora.lora_adapter_path is not None:
-        reasons["--lora-adapter-path"] = "--lora-adapters names a folder for each adapter: NAME=FOLDER"
-    errors = [f"{flag} with --lora-rank {rank}: {reason}; leave one out" for flag, reason in reasons.items() if reason]
-    reference, base = config.model.ref_load, config.model.hf_checkpoint
-    if reference is not None and reference != base and needs_reference(config.algorithm):
+    conflicts = [*_conflicts(config), *(_conflicts_of_several(config) if len(adapter_folders(config)) > 1 else [])]
+    errors = [
+        f"{flag} with --lora-rank {rank}: {reason}; leave one out" for applies, flag, reason in conflicts if applies
+    ]
+    reference = config.model.ref_load
+    if reference not in (None, config.model.hf_checkpoint) and needs_reference(config.algorithm):
         cure = "leave it out, or give the folder as --hf-checkpoint too"
         errors.append(f"--ref-load {reference}: the reference of adapters is the model without them; {cure}")
     return errors
 
 
-def _sends_deltas(config: Config) -> bool:
-    return config.weights.update_weight_transport == "disk" and config.weights.update_weight_mode == "delta"
+def _conflicts(config: Config) -> list[tuple[object, str, str]]:
+    """Return (whether it is so, flag, reason)."""
+    train, passed, weights = config.train, config.passthrough.transformer, config.weights
+    bypassed = "layers are then not called one by one, with their adapters"
+    frozen = "adapters alone are trained; --target-modules chooses them"
+    return [
+        *((passed.get(name) not in (None, False, "none"), flag_of(name), bypassed) for name in _BYPASSING),
+        *((passed.get(name), flag_of(name), "it changes weights that engines get once") for name in _MOVING),
+        *((getattr(train, name), flag_of(name), frozen) for name in _FREEZING),
+        (train.enable_mtp_training, "--enable-mtp-training", "layers of multi-token prediction have no adapters"),
+        (
+            weights.update_weight_transport == "disk" and weights.update_weight_mode == "delta",
+            "--update-weight-mode delta",
+            "weights stay, or change as a whole",
+        ),
+        (
+            config.lora.lora_adapters and config.lora.lora_adapter_path,
+            "--lora-adapter-path",
+            "--lora-adapters names a folder for each adapter: NAME=FOLDER",
+        ),
+    ]
+
+
+def _conflicts_of_several(config: Config) -> list[tuple[object, str, str]]:
+    role, offloads = auxiliary_role(config), config.passthrough.optimizer.get("optimizer_cpu_offload")
+    return [
+        (role, f"--advantage-estimator {config.algorithm.advantage_estimator}", f"one {role} would score all adapters"),
+        (offloads, "--optimizer-cpu-offload", "the optimizers of several adapters take turns on the device"),
+    ]
 
 
 def adapter_folder_errors(config: Config, shape: ModelShape) -> list[str]:

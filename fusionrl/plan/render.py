@@ -112,7 +112,7 @@ def _adapters(plan: Plan, config: Config) -> list[str]:
         f" training's {gib(full.optimizer)}, and {gib(full.gradients - own.gradients)} GiB of gradients less",
     ]
     if (push := adapter_push(config, plan.shape)) is not None:
-        size = plan.push_bytes if push[0] == "merged" else count * WIDTHS[plan.rollout_dtype]
+        size = plan.push_bytes if push[0] == "merged" else len(names) * count * WIDTHS[plan.rollout_dtype]
         what = "weights with the adapter added" if push[0] == "merged" else f"adapters{others}"
         lines.append(f"           {what} are pushed, {size / 1e6:.1f} MB a version: {push[1]}")
     return lines

@@ -245,6 +245,7 @@ _NEXTN = (
     *("--sglang-speculative-algorithm=NEXTN", "--sglang-speculative-num-steps=1"),
     *("--sglang-speculative-eagle-topk=1", "--sglang-speculative-num-draft-tokens=2"),
 )
+_ADAPTERS = ("--lora-rank", "8", "--lora-push")
 _SPLIT = ("--rollout-num-gpus", "1", "--update-weight-transport", "broadcast")
 STAGES = (
     Stage(
@@ -327,6 +328,14 @@ STAGES = (
         _read_run(0.1),
         variables=_PUBLISHED,
         limit_s=1800.0,
+    ),
+    Stage("adapters", ("adapters in the loop",), _run(*_COLOCATED, *_ADAPTERS, "adapter"), _read_run(0.1)),
+    Stage("adapters-merged", ("adapters merged",), _run(*_COLOCATED, *_ADAPTERS, "merged"), _read_run(0.1)),
+    Stage(
+        "adapters-experts",
+        ("adapters of experts",),
+        _run(*_COLOCATED, *_ADAPTERS, "auto", model="experts"),
+        _read_run(0.1),
     ),
     Stage("kinds", ("windows, sinks and delta nets",), _pytest("tests/trainer/test_gpu_layers.py"), _read_pytest),
     Stage("fp8", ("engines in block-wise fp8",), _pytest("tests/e2e/test_gpu.py", "-k", "fp8"), _read_pytest),

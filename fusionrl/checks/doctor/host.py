@@ -18,7 +18,7 @@ from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import changes_weights, saves
 from fusionrl.models.adapters import num_adapter_parameters
-from fusionrl.plan.adapters import adapters_of
+from fusionrl.plan.adapters import adapter_folders, adapters_of
 from fusionrl.plan.devices import GIB, host_memory
 from fusionrl.plan.plan import Plan
 
@@ -175,7 +175,9 @@ def checkpoint_bytes(config: Config, plan: Plan) -> float:
 def _num_saved(config: Config, plan: Plan) -> int:
     """Return the number of values that checkpoints and --save-hf have: of the model, or its adapters."""
     adapters = adapters_of(config, plan.shape)
-    return plan.shape.num_parameters if adapters is None else num_adapter_parameters(plan.shape, adapters)
+    if adapters is None:
+        return plan.shape.num_parameters
+    return len(adapter_folders(config)) * num_adapter_parameters(plan.shape, adapters)
 
 
 def temporary_folder() -> Path:
