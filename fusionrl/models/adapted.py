@@ -18,9 +18,10 @@ from fusionrl.models.weight_files import is_megatron_folder, tensor_files, weigh
 class Adapted(BaseModel):
     """What a checkpoint has in place of weights.
 
-    adapters  sizes and modules
-    base      folder of the weights that they are added to
-    identity  a hash of the base's weights (`sampled_hash`); None: not all of its files are on this node
+    adapters       sizes and modules
+    base           folder of the weights that they are added to
+    identity       a hash of the base's weights (`sampled_hash`); None: not all of its files are on this node
+    hf_checkpoint  folder with the base's config.json; it may be `base`
     """
 
     model_config = ConfigDict(frozen=True)
@@ -28,12 +29,26 @@ class Adapted(BaseModel):
     adapters: AdapterSpec
     base: str
     identity: str | None = None
+    hf_checkpoint: str = ""
 
 
 def saved_in(description: Mapping[str, object]) -> Adapted | None:
     """Return the adapters that a checkpoint's fusionrl.json names; None: it has weights. ValueError: malformed."""
     adapted = description.get("adapted")
     return None if adapted is None else Adapted.model_validate(adapted)
+
+
+def spec_difference(stored: AdapterSpec, run: AdapterSpec, shape: ModelShape) -> str | None:
+    """Return how stored adapters differ from those of the flags, with the flags that would fit; None: they do not."""
+    if stored.rank != run.rank:
+        return f"have rank {stored.rank}; give --lora-rank {stored.rank}, not {run.rank}"
+    if not isclose(stored.scale, run.scale):
+        flag = " --lora-use-rslora" if stored.use_rslora else " without --lora-use-rslora" if run.use_rslora else ""
+        return f"have another scale; give --lora-alpha {stored.alpha:g}{flag}"
+    if adapter_rules(shape, stored).keys() != adapter_rules(shape, run).keys():
+        excluded = f" --exclude-modules {' '.join(stored.excluded)}" if stored.excluded else ""
+        return f"belong to other modules; give --target-modules {' '.join(stored.targets)}{excluded}"
+    return None
 
 
 def adapted_difference(path: object, saved: Adapted | None, run: Adapted | None, shape: ModelShape) -> str | None:
@@ -47,16 +62,8 @@ def adapted_difference(path: object, saved: Adapted | None, run: Adapted | None,
             return f"{where}: it has weights and no adapters; {cure}"
         rank = saved.adapters.rank
         return f"{where}: it has adapters and no weights; give --lora-rank {rank} to resume, or merge (fusionrl export)"
-    before, now = saved.adapters, run.adapters
-    if before.rank != now.rank:
-        return f"{where}: its adapters have rank {before.rank}; give --lora-rank {before.rank}, not {now.rank}"
-    if not isclose(before.scale, now.scale):
-        flag = " --lora-use-rslora" if before.use_rslora else " without --lora-use-rslora" if now.use_rslora else ""
-        return f"{where}: its adapters have another scale; give --lora-alpha {before.alpha:g}{flag}"
-    if adapter_rules(shape, before).keys() != adapter_rules(shape, now).keys():
-        excluded = f" --exclude-modules {' '.join(before.excluded)}" if before.excluded else ""
-        cure = f"give --target-modules {' '.join(before.targets)}{excluded}"
-        return f"{where}: its adapters belong to other modules; {cure}"
+    if difference := spec_difference(saved.adapters, run.adapters, shape):
+        return f"{where}: its adapters {difference}"
     if saved.identity is not None and run.identity is not None and saved.identity != run.identity:
         cure = "resume with the former"
         return (

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import isclose
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from fusionrl.models import families
-from fusionrl.models.adapters import ALL_LINEAR, PEFT_PREFIX, AdapterSpec, adapter_rules
+from fusionrl.models.adapted import spec_difference
+from fusionrl.models.adapters import PEFT_PREFIX, AdapterSpec, adapter_rules
 from fusionrl.models.published import text_name, whole_name
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.weight_files import StoredTensor, tensors_of
@@ -25,10 +25,11 @@ from fusionrl.models.weight_files import StoredTensor, tensors_of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLAG = "--lora-adapter-path"
 _ADAPTERS = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-# Of LoraConfig of PEFT 0.21: what is read here, and what changes nothing that a finished adapter computes.
-_READ = frozenset({"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "peft_type"})
-_WITHOUT_EFFECT = frozenset(
+# Of LoraConfig of PEFT 0.21: what is read here, what the names of the tensors say as well, and what changes nothing
+# that a finished adapter computes.
+_TAKEN = frozenset(
     {
+        *("r", "lora_alpha", "use_rslora", "peft_type", "target_modules", "exclude_modules"),
         *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
         *("lora_dropout", "runtime_config", "megatron_core", "qalora_group_size", "eva_config"),
     }
@@ -66,16 +67,9 @@ class PeftFolder:
             raise ValueError(f"{self.flag} {self.folder}: {name} is {value!r} in {CONFIG}") from error
 
     def check(self, spec: AdapterSpec) -> None:
-        """Compare with the adapters that the flags describe. Raises ValueError, with the flag that would fit."""
-        here, where = self.spec, f"{self.flag} {self.folder}: the adapter there"
-        if spec.rank != here.rank:
-            raise ValueError(f"{where} has rank {here.rank}; give --lora-rank {here.rank}, not {spec.rank}")
-        if not isclose(spec.scale, here.scale):
-            flag = " --lora-use-rslora" if here.use_rslora else " without --lora-use-rslora" if spec.use_rslora else ""
-            raise ValueError(f"{where} has lora_alpha {here.alpha:g}; give --lora-alpha {here.alpha:g}{flag}")
-        if adapter_rules(self.shape, spec).keys() != adapter_rules(self.shape, here).keys():
-            cure = f"give --target-modules {' '.join(here.targets)}"
-            raise ValueError(f"{where} is not one of the modules of --target-modules and --exclude-modules; {cure}")
+        """Compare with the adapters that the flags describe. Raises ValueError, with the flags that would fit."""
+        if difference := spec_difference(self.spec, spec, self.shape):
+            raise ValueError(f"{self.flag} {self.folder}: the adapters there {difference}")
 
     def check_tensors(self) -> None:
         """Compare the tensors with the model. Raises ValueError if one is missing, unknown or of another shape."""
@@ -112,8 +106,6 @@ def read_peft(folder: str | Path, shape: ModelShape, flag: str = FLAG) -> PeftFo
         if match is None:
             raise ValueError(f"{flag} {folder}: tensor {name} is not LoRA of a linear layer; {_CURE}")
         module = text_name(match[1], form) if form is not None else match[1]
-        if not _is_targeted(config, match[1]):
-            raise ValueError(f"{flag} {folder}: {CONFIG} names no such module as that of tensor {name}")
         stored[f"{PEFT_PREFIX}{module}.lora_{match[2]}.weight"] = name, tensor
     peft = PeftFolder(path, flag, shape, config, stored)
     peft.check_tensors()
@@ -135,15 +127,9 @@ def _read_config(folder: Path, flag: str) -> Mapping[str, object]:
         raise ValueError(f"{flag} {folder}: peft_type is {kind!r} in {CONFIG}, not 'LORA'; {_CURE}")
     for name, value in config.items():
         is_plain = value in (None, False, [], {}) or value in _PLAIN.get(name, ())
-        if name not in _READ | _WITHOUT_EFFECT and not is_plain:
+        if name not in _TAKEN and not is_plain:
             shown = f"{value!r:.80}"
             raise ValueError(f"{flag} {folder}: {name} is {shown} in {CONFIG}, which is not supported; {_CURE}")
-    for name in ("target_modules", "exclude_modules"):
-        try:
-            re.compile(str(config.get(name)) if isinstance(config.get(name), str) else "")
-        except re.error as error:
-            shown = f"{config[name]!r:.80}"
-            raise ValueError(f"{flag} {folder}: {name} is {shown} in {CONFIG}, no regular expression") from error
     return config
 
 
@@ -156,8 +142,8 @@ def peft_config(spec: AdapterSpec, shape: ModelShape, base: str) -> dict[str, ob
     rules = adapter_rules(shape, spec).values()
     modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for rule in rules for name in rule.hf}
     names = _shortest(modules, shape) if shape.vision is None else sorted(modules)  # a tower may have a q_proj, too
-    is_plain = any(rule.expert is not None for rule in rules)
-    alpha = spec.scale * spec.rank if is_plain else spec.alpha
+    has_experts = any(rule.expert is not None for rule in rules)
+    alpha = spec.scale * spec.rank if has_experts else spec.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -166,7 +152,7 @@ def peft_config(spec: AdapterSpec, shape: ModelShape, base: str) -> dict[str, ob
         "r": spec.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": spec.dropout,
-        "use_rslora": spec.use_rslora and not is_plain,
+        "use_rslora": spec.use_rslora and not has_experts,
         "target_modules": [_whole(name, shape) for name in names],
         "bias": "none",
     }
@@ -191,15 +177,3 @@ def _shortest(modules: Iterable[str], shape: ModelShape) -> tuple[str, ...]:
     unsure = {module.rpartition(".")[2] for module in rest}
     leaves = {module: module.rpartition(".")[2] for module in chosen}
     return tuple(sorted({module if leaf in unsure else leaf for module, leaf in leaves.items()}))
-
-
-def _is_targeted(config: Mapping[str, object], module: str) -> bool:
-    """Return whether PEFT gives the module an adapter by this config."""
-    targets = config.get("target_modules")
-    return (targets == ALL_LINEAR or _matches(targets, module)) and not _matches(config.get("exclude_modules"), module)
-
-
-def _matches(names: object, module: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return isinstance(names, list) and any(f".{module}".endswith(f".{name}") for name in names)

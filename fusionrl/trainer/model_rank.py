@@ -210,28 +210,27 @@ class ModelRank:
 
         Raises ValueError, which names `flag`, if they are not of this model's shape.
         """
-        from fusionrl.models.hf_io import gather_params, read_local_weights
+        from fusionrl.models.hf_io import read_local_weights
         from fusionrl.trainer import checkpoint
         from fusionrl.trainer.weight_sets import WeightSet
 
-        self.reload()
         if not is_megatron_folder(folder):
             shape = read_model_shape(folder, flag, sees=self.shape.vision is not None)
             if (shape.with_value_head() if self.shape.value_head else shape) != self.shape.trunk:
                 raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
+            self.reload()
             # Scoring needs no layers of multi-token prediction.
             tensors = read_local_weights(folder, self.trained.chunks, self.shape.trunk, flag)
             self.weight_sets[name] = WeightSet(tensors)
             return
         # It is read into the model, which then gets its weights back.
-        gather_params(self.trained.chunks)
-        current = WeightSet.of_model(self.trained.chunks, self.shape)
+        self.keep_weights("current")
         checkpoint.load_weights(folder, self.trained.chunks, flag)
         self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
-        current.put_back()
+        self.weight_sets.pop("current").put_back()
 
     def keep_weights(self, name: str) -> None:
-        """Keep what is trained of the model as it is now in host memory as the set `name`, for `score`."""
+        """Keep the weights that the model has now in host memory as the set `name`, for `score`."""
         from fusionrl.models.hf_io import gather_params
         from fusionrl.trainer.weight_sets import WeightSet
 
@@ -240,7 +239,7 @@ class ModelRank:
         if name in self.weight_sets:
             self.weight_sets[name].update()
         else:
-            self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape, self.adapter_spec)
+            self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
 
     # ------------------------------------------------------------------------------------------- checkpoints
     def last_trained(self) -> int | None:

@@ -124,9 +124,8 @@ def score_samples(
 @contextmanager
 def _lent(scorer: Scorer, weights: str) -> Iterator[None]:
     """Within it the model computes with this set: of weights alone, without the adapters that are trained."""
-    lent = scorer.weight_sets[weights]
     try:
-        with adapters_off([] if lent.has_adapters else scorer.trained.chunks), lent.lent():
+        with adapters_off(scorer.trained.chunks), scorer.weight_sets[weights].lent():
             forget_images(scorer.trained)
             yield
     finally:

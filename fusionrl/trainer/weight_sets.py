@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fusionrl.models.adapters import AdapterSpec
-from fusionrl.models.hf_io import local_adapters, local_tensors
+from fusionrl.models.hf_io import local_tensors
 from fusionrl.models.shape import ModelShape
 from fusionrl.trainer.pinned_memory import Kept, PinnedMemory
 
@@ -17,21 +16,17 @@ from fusionrl.trainer.pinned_memory import Kept, PinnedMemory
 class WeightSet:
     """This rank's part of a set of weights, in host memory, in the model's precision.
 
-    weights       (parameter or buffer of the model, its value in this set)
-    has_adapters  some are adapters: the model computes with its adapters
+    `weights`: (parameter or buffer of the model, its value in this set).
     """
 
-    def __init__(self, weights: Iterable[tuple[Tensor, Tensor]], has_adapters: bool = False) -> None:
-        memory, self.has_adapters = PinnedMemory(), has_adapters
+    def __init__(self, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
+        memory = PinnedMemory()
         self._weights = [(param, _on_host(value.detach().to(param.dtype), param, memory)) for param, value in weights]
 
     @classmethod
-    def of_model(
-        cls, chunks: list[torch.nn.Module], shape: ModelShape, adapters: AdapterSpec | None = None
-    ) -> WeightSet:
-        """The weights that the model has now, or in place of them its adapters."""
-        held = local_tensors(chunks, shape) if adapters is None else local_adapters(chunks, shape, adapters)
-        return cls(((tensor, tensor) for _, _, tensor in held), adapters is not None)
+    def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> WeightSet:
+        """The weights that the model has now."""
+        return cls((tensor, tensor) for _, _, tensor in local_tensors(chunks, shape))
 
     def rebind(self, tensors: Iterable[Tensor]) -> WeightSet:
         """Take other tensors of the same sizes for those of the model: a load makes the optimizer's anew."""
