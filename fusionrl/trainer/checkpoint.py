@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fusionrl.base.file_hashes import check_facts, facts_of
 from fusionrl.models import convert
 from fusionrl.models.adapted import Adapted, adapted_difference, saved_in
-from fusionrl.models.adapters import ADAPTER, adapter_rules
+from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.models.hf_io import gather_params, local_adapters
 from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.models.weight_files import TRACKER, weights_folder
@@ -79,17 +79,18 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def state_hashes(trained: Trained) -> dict[str, str]:
+def state_hashes(trained: Trained, adapters: AdapterSpec | None = None) -> dict[str, str]:
     """SHA-256 of this rank's weights, optimizer state and RNG states: equal only where all bits are.
 
-    With adapters, of these in place of the weights.
+    With `adapters`, of these in place of the weights.
     """
     gather_params(trained.chunks)
     weights, optimizer = hashlib.sha256(), hashlib.sha256()
-    params = [named for chunk in trained.chunks for named in chunk.named_parameters()]
-    for name, param in [named for named in params if ADAPTER in named[0]] or params:
-        weights.update(name.encode())
-        weights.update(_bytes_of(param))
+    for chunk in trained.chunks:
+        for name, param in chunk.named_parameters():
+            if adapters is None or ADAPTER in name:
+                weights.update(name.encode())
+                weights.update(_bytes_of(param))
     for inner in trained.optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:
             scalars = [group.get(name) for name in ("step", "lr", "weight_decay")]

@@ -309,7 +309,7 @@ class ModelRank:
         )
         if self.config.checkpoint.verify_checkpoints:
             # Before the flags, which may give another rate than was saved.
-            restored["hashes"] = checkpoint.state_hashes(self.trained)
+            restored["hashes"] = checkpoint.state_hashes(self.trained, self.adapter_spec)
         for group, of_flags in zip(self.trained.optimizer.param_groups, options, strict=True):
             group.update(of_flags)
         self.trained.scheduler.step(0)  # the rates of this position, by the schedule of the flags
@@ -342,7 +342,7 @@ class ModelRank:
         from fusionrl.trainer.checkpoint import state_hashes
 
         self.reload()
-        return state_hashes(self.trained)
+        return state_hashes(self.trained, self.adapter_spec)
 
     def shutdown(self) -> None:
         """Leave the process groups. A save that was not finished is not published."""

@@ -181,19 +181,11 @@ def test_refused_tensors(folder, edit, part):
         read_peft(folder, SHAPE)
 
 
-@pytest.mark.parametrize(
-    ("spec", "part"),
-    [
-        ({"rank": 8}, "the adapters there have rank 4; give --lora-rank 4, not 8"),
-        ({"alpha": 32}, "have another scale; give --lora-alpha 6 --lora-use-rslora"),
-        ({"use_rslora": False}, "give --lora-alpha 6 --lora-use-rslora"),
-        ({"excluded": ()}, "give --target-modules down_proj gate_proj k_proj model.layers.0.self_attn.q_proj o_proj"),
-    ],
-)
-def test_flags_that_contradict_the_folder(folder, spec, part):
-    peft = read_peft(folder, SHAPE)
-    with pytest.raises(ValueError, match=re.escape(part)):
-        peft.check(SPEC.model_copy(update=spec))
+def test_flags_that_contradict_the_folder(folder):
+    with pytest.raises(
+        ValueError, match=f"^--lora-adapter-path {folder}: the adapters there have rank 4; give --lora-rank 4"
+    ):
+        read_peft(folder, SHAPE).check(SPEC.model_copy(update={"rank": 8}))
 
 
 @pytest.mark.parametrize(
