@@ -18,10 +18,9 @@ from fusionrl.models.weight_files import is_megatron_folder, tensor_files, weigh
 class Adapted(BaseModel):
     """What a checkpoint has in place of weights.
 
-    adapters       sizes and modules
-    base           folder of the weights that they are added to
-    identity       a hash of the base's weights (`sampled_hash`); None: not all of its files are on this node
-    hf_checkpoint  folder with the base's config.json; it may be `base`
+    adapters  sizes and modules
+    base      folder of the weights that they are added to
+    identity  a hash of the base's weights (`sampled_hash`); None: not all of its files are on this node
     """
 
     model_config = ConfigDict(frozen=True)
@@ -29,7 +28,6 @@ class Adapted(BaseModel):
     adapters: AdapterSpec
     base: str
     identity: str | None = None
-    hf_checkpoint: str = ""
 
 
 def saved_in(description: Mapping[str, object]) -> Adapted | None:

@@ -57,8 +57,7 @@ def adapted_of(config: Config, shape: ModelShape) -> Adapted | None:
     if spec is None:
         return None
     base = str(model.megatron_checkpoint or model.hf_checkpoint)
-    identity = None if model.debug_random_weights else base_identity(base)
-    return Adapted(adapters=spec, base=base, identity=identity, hf_checkpoint=str(model.hf_checkpoint))
+    return Adapted(adapters=spec, base=base, identity=None if model.debug_random_weights else base_identity(base))
 
 
 def adapter_folders(config: Config) -> dict[str, str | None]:
