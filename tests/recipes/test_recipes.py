@@ -27,6 +27,7 @@ RECIPES = {
     "qwen2.5-7b-dapo": "qwen2.5-7b",
     "qwen3-30b-a3b-2nodes": "qwen3-30b-a3b",
     "qwen3-30b-a3b-8nodes": "qwen3-30b-a3b",
+    "qwen3-30b-a3b-lora": "qwen3-30b-a3b",
     "glm-4.5-air": "glm-4.5-air",
     "qwen3-235b-a22b": "qwen3-235b-a22b",
     "glm-4.5": "glm-4.5",
