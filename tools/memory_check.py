@@ -40,7 +40,7 @@ from fusionrl.plan.trainer_plan import trainer_plan
 from fusionrl.plan.vision import frozen_of
 from tests.tiny_vision import random_image, raw_config
 from tools import published_peaks
-from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row
+from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row, without_adapters
 
 BOUND, TOWER_BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.10, 0.05
 _HEAD = {
@@ -217,9 +217,9 @@ def parity_shape(name: str) -> ModelShape:
     """The shape of a model of tools/parity.py, read from the config.json that transformers writes."""
     from transformers import AutoConfig
 
+    name = without_adapters(name)
     if name in SEEING:
         return seeing_shape(name.split()[0], **SEEING[name])
-    name = name.partition(" lora")[0]
     family, sizes = name.split()[0], COMMON | {"tie_word_embeddings": False} | MODELS[name]
     config = AutoConfig.for_model(KNOWN_AS.get(family, family), **sizes)
     return shape_from_hf_config(config.to_dict() | {"model_type": family})

@@ -220,6 +220,19 @@ def load_hf(
         tensor.copy_(value)
 
 
+@torch.no_grad()
+def fill_adapters(
+    chunks: Iterable[torch.nn.Module],
+    shape: ModelShape,
+    spec: AdapterSpec,
+    part_of: Callable[[families.Rule, int, int], Tensor],
+) -> None:
+    """Copy `part_of(rule, rank, number of ranks that divide the tensor)` into each of this rank's adapters."""
+    for _, rule, tensor in local_adapters(chunks, shape, spec):
+        group = split_group(rule)
+        tensor.copy_(part_of(rule, group.rank(), group.size()))
+
+
 def gather_params(chunks: Iterable[torch.nn.Module]) -> None:
     """Complete the parameters: with overlapped gathering they are a step old until a forward pass."""
     for chunk in chunks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fusionrl.models.adapters import AdapterSpec
-from fusionrl.models.hf_io import HFReader, local_adapters, read_part, split_group
+from fusionrl.models.hf_io import HFReader, fill_adapters, read_part
 from fusionrl.models.peft_config import CONFIG, FLAG, WEIGHTS, PeftFolder, peft_config, peft_name, read_peft
 from fusionrl.models.published import Place
 from fusionrl.models.shape import ModelShape
@@ -28,7 +29,6 @@ class PeftReader(HFReader):
         self._files = {stored: tensor.file for stored, tensor in peft.stored.values()}
 
 
-@torch.no_grad()
 def load_peft(
     folder: str | Path, chunks: Iterable[torch.nn.Module], shape: ModelShape, spec: AdapterSpec, flag: str = FLAG
 ) -> None:
@@ -39,9 +39,7 @@ def load_peft(
     peft = read_peft(folder, shape, flag)
     peft.check(spec)
     reader = PeftReader(peft)
-    for _, rule, tensor in local_adapters(chunks, shape, spec):
-        group = split_group(rule)
-        tensor.copy_(read_part(reader, rule, group.rank(), group.size()))
+    fill_adapters(chunks, shape, spec, partial(read_part, reader))
 
 
 def write_peft(

@@ -42,7 +42,7 @@ def run_forward(
         output = model(batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=batch.layout)
         if not (forward_only or output.requires_grad):  # Megatron would skip the backward pass without a word
             raise RuntimeError(
-                "the model's output wants no gradient: recomputed layers whose input wants none give none"
+                "the model's output requires no gradient: recomputed layers get none when their input requires none"
             )
         if routing is not None:
             routing.again_in_backward(output, batch.experts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from fusionrl.models import convert
 from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
-from fusionrl.models.hf_io import local_adapters, local_tensors, split_group
+from fusionrl.models.hf_io import fill_adapters, local_tensors
 from fusionrl.models.peft_folder import load_peft
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
@@ -37,7 +38,7 @@ from fusionrl.models.shape import ModelShape
 class Matrices(torch.nn.Module):
     """A or B of a layer, by the place of the Hugging Face tensor in the weight's rule.
 
-    Part of no module's state: checkpoints of weights have none, and those of adapters are made by their rules.
+    Excluded from `state_dict()`: checkpoints of weights have no adapters, and the rules make those of adapters.
     """
 
     def forward(self) -> dict[str, Tensor]:
@@ -74,11 +75,11 @@ class Adapter(torch.nn.Module):
         prefix = rule.megatron.removesuffix(".weight") + ADAPTER
         for place in range(len(rule.hf)):
             for kind, matrices in (("A", self.A), ("B", self.B)):
-                own = rules.get(f"{prefix}{kind}.{place}")
-                if own is not None:
-                    sizes = convert.split(own, torch.empty(own.sizes, device="meta"), 0, self.size).shape
+                of_matrix = rules.get(f"{prefix}{kind}.{place}")
+                if of_matrix is not None:
+                    sizes = convert.split(of_matrix, torch.empty(of_matrix.sizes, device="meta"), 0, self.size).shape
                     matrix = torch.nn.Parameter(torch.empty(sizes, dtype=config.params_dtype, device=device))
-                    self._mark(matrix, own)
+                    self._mark(matrix, of_matrix)
                     matrices.register_parameter(str(place), matrix)
 
     def _mark(self, matrix: torch.nn.Parameter, rule: Rule) -> None:
@@ -94,15 +95,37 @@ class Adapter(torch.nn.Module):
         set_tensor_model_parallel_attributes(matrix, is_divided, 1 if rule.split == "columns" else 0, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what is added to the layer's output for its input `hidden` [..., in]."""
-        a, b = self.factors()
+        """Return scale · B A x [..., out] for the layer's input x [..., in]."""
+        a, b = self.summed(*self.factors())
         return F.linear(self._crossed(F.linear(self.dropped(hidden), a) * self.spec.scale), b)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and B of the joined weight."""
-        a, b = self.joined_a(), self.joined_b()
+        """Return A [matrices * rank, in] and B [out, matrices * rank] of the joined weight.
+
+        A row of B has values in the columns of its own matrix alone.
+        """
+        rank, of_a, of_b = self.spec.rank, list(self.A().values()), self.B()
+        a, width = torch.cat(of_a) if len(of_a) > 1 else of_a[0], len(of_a) * rank
+        if len(self.rule.hf) == 1:
+            return a, of_b["0"]
+        parts, column = [], 0
+        for place, (rows, _) in enumerate(self.rule.hf.values()):
+            if (b := of_b.get(str(place))) is None:
+                parts.append(a.new_zeros(rows // self.size if self.by_rows else rows, width))
+            else:
+                parts.append(F.pad(b, (column, width - rank - column)))
+                column += rank
+        if self.rule.join != "grouped":
+            return a, torch.cat(parts)
+        groups = self.rule.groups // (self.size if self.by_rows else 1)
+        return a, torch.cat([part.view(groups, -1, width) for part in parts], 1).flatten(0, 1)
+
+    def summed(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B of experts so that gradients of what all expert-tensor-parallel ranks have are summed.
+
+        The ranks' outputs are summed later, too.
+        """
         if self.size > 1 and self.rule.expert is not None:
-            # The ranks' outputs are summed later: so must be the gradients of what all of them have.
             a = copy_to_tensor_model_parallel_region(a, group=self.group) if self.by_rows else a
             b = copy_to_tensor_model_parallel_region(b, group=self.group) if self.by_columns else b
         return a, b
@@ -117,32 +140,8 @@ class Adapter(torch.nn.Module):
             cross = copy_to_tensor_model_parallel_region if self.by_rows else reduce_from_tensor_model_parallel_region
         return cross(low, group=self.group)
 
-    def joined_a(self) -> Tensor:
-        """Return the matrices A, one over the other [matrices * rank, in]."""
-        matrices = list(self.A().values())
-        return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
-
-    def joined_b(self) -> Tensor:
-        """Return B of the joined weight [out, matrices * rank]: rows have values in the columns of their own matrix."""
-        rank, matrices = self.spec.rank, self.B()
-        count = len(matrices)
-        if len(self.rule.hf) == 1:
-            return matrices["0"]
-        parts, column = [], 0
-        for place, (rows, _) in enumerate(self.rule.hf.values()):
-            if str(place) in matrices:
-                parts.append(F.pad(matrices[str(place)], (column, (count - 1) * rank - column)))
-                column += rank
-            else:
-                own = rows // self.size if self.by_rows else rows
-                parts.append(next(iter(matrices.values())).new_zeros(own, count * rank))
-        if self.rule.join != "grouped":
-            return torch.cat(parts)
-        groups = self.rule.groups // (self.size if self.by_rows else 1)
-        return torch.cat([part.view(groups, -1, count * rank) for part in parts], 1).flatten(0, 1)
-
     def dropped(self, hidden: Tensor) -> Tensor:
-        """Drop values of an input: others on each rank, unless ranks have the same one."""
+        """Return the input with values dropped: others on each rank, unless the ranks have the same input."""
         if not (self.training and self.spec.dropout):
             return hidden
         randomness: AbstractContextManager[object] = nullcontext()
@@ -151,26 +150,33 @@ class Adapter(torch.nn.Module):
         elif self.by_columns or self.has_sequence_part:
             randomness = get_cuda_rng_tracker().fork()
         with randomness:
-            return F.dropout(hidden, self.spec.dropout)
+            if self.size == 1 or self.rule.expert is None or self.by_columns:
+                return F.dropout(hidden, self.spec.dropout)
+            mask = F.dropout(torch.ones_like(hidden), self.spec.dropout)
+        dist.broadcast(
+            mask, dist.get_global_rank(self.group, 0), group=self.group
+        )  # generators of experts' ranks differ
+        return hidden * mask
 
 
 class GroupedAdapter(torch.nn.ModuleList):
     """The adapters of a layer that computes all experts of a rank at once, whose tokens follow one another."""
 
     def forward(self, hidden: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
-        """Return what is added to the output for `hidden` [tokens, in], of which expert i has `splits[i]`."""
+        """Return scale · B A x [tokens, out] for x [tokens, in], of which expert i has `splits[i]` rows."""
         experts: list[Adapter] = list(self)
-        ends = torch.as_tensor(splits).cumsum(0).to(hidden.device, torch.int32)
-        a, b = (torch.stack(factors).mT for factors in zip(*(expert.factors() for expert in experts), strict=True))
-        low = _grouped(experts[0].dropped(hidden), a, ends) * experts[0].spec.scale
-        return _grouped(low, b, ends)
+        first, ends = experts[0], torch.as_tensor(splits).cumsum(0).to(hidden.device, torch.int32)
+        a, b = map(torch.stack, zip(*(expert.factors() for expert in experts), strict=True))
+        a, b = first.summed(a, b)
+        return _grouped(_grouped(first.dropped(hidden), a.mT, ends) * first.spec.scale, b.mT, ends)
 
 
 def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [tokens, in] by the matrix [experts, in, out] of their expert; its rows end at `ends` [experts]."""
-    if rows.size(-1) * rows.itemsize % 16 == 0 and matrices.size(-1) * rows.itemsize % 16 == 0:
+    is_aligned = all(size * rows.itemsize % 16 == 0 for size in matrices.shape[1:])
+    if is_aligned and (rows.dtype is torch.bfloat16 or not rows.is_cuda):  # kernels of a GPU take nothing else
         return F.grouped_mm(rows, matrices, offs=ends)
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()  # a kernel takes no such rows
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([part @ matrix for part, matrix in zip(rows.split(counts), matrices, strict=True)])
 
 
@@ -194,9 +200,9 @@ def attach(
         if spec.targeted(rule):
             targeted.setdefault(owners[weight], []).append(rule)
     for layer, weights in targeted.items():
-        made = [Adapter(rule, spec, rules, transformer) for rule in weights]
+        of_layer = [Adapter(rule, spec, rules, transformer) for rule in weights]
         is_grouped = hasattr(layer, "num_gemms")  # Transformer Engine's, also with one expert
-        layer.adapter = GroupedAdapter(made) if is_grouped else made[0]
+        layer.adapter = GroupedAdapter(of_layer) if is_grouped else of_layer[0]
         if hasattr(layer, "return_layernorm_output"):  # Transformer Engine's with a norm, whose output is A's input
             layer.return_layernorm_output = True
         layer.register_forward_hook(_add)
@@ -220,23 +226,22 @@ def _add(layer: torch.nn.Module, inputs: tuple[Tensor, ...], output: object) -> 
     return (product, *others) if isinstance(output, tuple) else product
 
 
-@torch.no_grad()
 def initialize(modules: Sequence[torch.nn.Module], shape: ModelShape, spec: AdapterSpec, seed: int) -> None:
     """Give adapters the values that a run begins with: A those of PEFT's default distribution, B zeros.
 
     They depend on the seed and the tensor's name alone, not on the layout.
     """
-    for _, rule, matrix in local_adapters(modules, shape, spec):
+
+    def part_of(rule: Rule, rank: int, size: int) -> Tensor:
         ((name, sizes),) = rule.hf.items()
-        if name.endswith(".lora_B.weight"):
-            matrix.zero_()
-            continue
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        bound = sizes[1] ** -0.5
-        whole = torch.empty(sizes).uniform_(-bound, bound, generator=generator)
-        group = split_group(rule)
-        matrix.copy_(convert.split(rule, whole, group.rank(), group.size()))
+        whole = torch.zeros(sizes)
+        if name.endswith(".lora_A.weight"):
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            whole.uniform_(-(sizes[1] ** -0.5), sizes[1] ** -0.5, generator=generator)
+        return convert.split(rule, whole, rank, size)
+
+    fill_adapters(modules, shape, spec, part_of)
 
 
 def adapters(modules: Iterable[torch.nn.Module]) -> Iterator[Adapter]:
@@ -260,24 +265,41 @@ def adapters_off(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             adapter.is_enabled = True
 
 
-def check_gradients(modules: Iterable[torch.nn.Module]) -> None:
-    """Look at the gradients of the first step that has any: each B learns, as long as no A is zero.
+@dataclass
+class GradientWatch:
+    """Looks for adapters without a gradient in the first optimizer steps that have any.
 
-    A collective of the ranks that have the same layers. An expert may have no token, but not all of a layer.
-    Raises RuntimeError, which names the layers that learn nothing, as where something bypasses the layer's hook.
+    In more than one step, as a step may give a layer none by its data: one key gives queries and keys no gradient.
+
+    silent  names of those without one so far; None before the first step
     """
-    learns: dict[str, bool] = {}
-    for adapter in adapters(modules):
-        name = adapter.rule.megatron if adapter.rule.expert is None else adapter.rule.of_expert(0)
-        for place, matrix in adapter.B.named_parameters():
-            key = f"{name.removesuffix('.weight')}{ADAPTER}B.{place}"
-            learns[key] = learns.get(key, False) or bool(matrix.main_grad.any())
-    flags = torch.tensor([*learns.values(), True], dtype=torch.int, device=torch.cuda.current_device())
-    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    silent = [name for name, flag in zip(learns, flags.tolist(), strict=False) if not flag]
-    if silent:
-        raise RuntimeError(
-            f"{len(silent)} of {len(learns)} adapters get no gradient, {silent[0]} among them; leave out what computes"
-            " with the layer's weight past the layer, or exclude the module (--exclude-modules)"
-        )
+
+    silent: set[str] | None = None
+    num_steps: int = 3
+
+    def look(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Look at the gradients of a step whose norm is not 0. A collective of the ranks that have the same layers.
+
+        Of a layer's experts one with a gradient is enough. Raises RuntimeError, which names a layer, after the last of
+        the steps, as where something computes with a layer's weight past the layer.
+        """
+        if not self.num_steps:
+            return
+        self.num_steps -= 1
+        learns: dict[str, bool] = {}
+        for adapter in adapters(modules):
+            name = adapter.rule.megatron if adapter.rule.expert is None else adapter.rule.of_expert(0)
+            for (place, a), b in zip(adapter.A.named_parameters(), adapter.B.parameters(), strict=True):
+                key = f"{name.removesuffix('.weight')}{ADAPTER}B.{place}"
+                # While B is zeros A has none; while A is zeros B has none.
+                learns[key] = learns.get(key, False) or bool(b.main_grad.any()) or bool(a.main_grad.any())
+        flags = torch.tensor([*learns.values(), True], dtype=torch.int, device=torch.cuda.current_device())
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        silent = {name for name, flag in zip(learns, flags.tolist(), strict=False) if not flag}
+        self.silent = silent if self.silent is None else self.silent & silent
+        if self.silent and not self.num_steps:
+            raise RuntimeError(
+                f"{len(self.silent)} of {len(learns)} adapters have had no gradient, {min(self.silent)} among them;"
+                " leave out what computes with the weight past the layer, or exclude the module (--exclude-modules)"
+            )

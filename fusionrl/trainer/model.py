@@ -29,6 +29,7 @@ from fusionrl.plan.lr_schedule import lr_decay_steps, warm_up_steps
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.layers import block_spec, finish_layers
+from fusionrl.trainer.lora import GradientWatch, adapters
 from fusionrl.trainer.multi_token import mtp_spec
 from fusionrl.trainer.outputs import ChosenOutputs, ValueModel
 from fusionrl.trainer.routing import RoutingReplay
@@ -44,7 +45,7 @@ class Trained:
     scheduler     learning rate and weight decay
     routing       what routers must choose, or None where they are free
     is_amid       some optimizer steps of a rollout have been taken, but not all
-    has_learnt    each adapter has had a gradient
+    watch         looks at adapters' gradients; None without adapters
     """
 
     chunks: list[DistributedDataParallel]
@@ -53,7 +54,7 @@ class Trained:
     scheduler: OptimizerParamScheduler
     routing: RoutingReplay | None = None
     is_amid: bool = False
-    has_learnt: bool = False
+    watch: GradientWatch | None = None
 
 
 def build_model(
@@ -264,7 +265,8 @@ def build_training(
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
     )
-    return Trained(chunks, transformer, optimizer, scheduler)
+    watch = GradientWatch() if any(True for _ in adapters(chunks)) else None
+    return Trained(chunks, transformer, optimizer, scheduler, watch=watch)
 
 
 def _count_padding(chunks: Sequence[DistributedDataParallel]) -> None:

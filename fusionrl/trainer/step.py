@@ -20,7 +20,6 @@ from fusionrl.config.hooks import HookError
 from fusionrl.observe.spans import span
 from fusionrl.trainer.custom_loss import CustomLoss
 from fusionrl.trainer.forward import forward_log_probs, run_forward
-from fusionrl.trainer.lora import check_gradients
 from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.megatron_spans import settle
@@ -135,9 +134,8 @@ def train_step(
         norm = float(trained.optimizer.get_grad_norm())
         settle(trained)  # the norm has been waited for
         finite = not found_inf and math.isfinite(norm) and math.isfinite(report.sums["loss"])
-        if finite and norm > 0 and not trained.has_learnt:
-            check_gradients(trained.chunks)
-            trained.has_learnt = True
+        if finite and norm > 0 and trained.watch is not None:
+            trained.watch.look(trained.chunks)
         if finite:
             _clip(trained.optimizer, norm)
             trained.is_amid = True

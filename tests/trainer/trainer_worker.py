@@ -92,14 +92,13 @@ def draw_adapters(actor: Any) -> None:
     import torch
 
     from fusionrl.models import convert
-    from fusionrl.models.hf_io import local_adapters, split_group
+    from fusionrl.models.hf_io import fill_adapters
 
-    with torch.no_grad():
-        for _, rule, matrix in local_adapters(actor.trained.chunks, actor.shape, actor.adapter_spec):
-            ((name, sizes),) = rule.hf.items()
-            whole = convert.join(rule, [torch.from_numpy(adapter_value(name, sizes))])
-            group = split_group(rule)
-            matrix.copy_(convert.split(rule, whole, group.rank(), group.size()))
+    def part_of(rule: Any, rank: int, size: int) -> Tensor:
+        ((name, sizes),) = rule.hf.items()
+        return convert.split(rule, convert.join(rule, [torch.from_numpy(adapter_value(name, sizes))]), rank, size)
+
+    fill_adapters(actor.trained.chunks, actor.shape, actor.adapter_spec, part_of)
     actor.trained.optimizer.reload_model_params()
 
 
