@@ -52,8 +52,7 @@ def _export(source: Path, out: Path, merges: bool, name: str | None, base: str |
     is_peft = (source / CONFIG).is_file()
     if is_peft and not merges:
         raise ValueError(f"{source}: it is a PEFT folder already; give --merge for a whole model")
-    stored = _of_peft(source, base) if is_peft else _of_checkpoint(_checkpoint(source), name, base, merges)
-    base, shape, spec, read = stored
+    base, shape, spec, read = _of_peft(source, base) if is_peft else _of_checkpoint(_checkpoint(source), name, base)
     if merges:
         whole = merged_tensors(HFReader(base, _FLAG), shape, spec, read)
         save_hf(out, base, whole, write=True, kept=kept(shape))
@@ -76,7 +75,7 @@ def _of_peft(folder: Path, base: str | None) -> tuple[str, ModelShape, AdapterSp
 
 
 def _of_checkpoint(
-    folder: Path, name: str | None, base: str | None, merges: bool
+    folder: Path, name: str | None, base: str | None
 ) -> tuple[str, ModelShape, AdapterSpec, "ReadTensor"]:
     """Return the same of a checkpoint's adapter."""
     from fusionrl.trainer.checkpoint import read_description, saved_adapters
@@ -91,12 +90,12 @@ def _of_checkpoint(
     if adapted is None:
         raise ValueError(f"{folder}: it has weights and no adapters; tools/convert.py to-hf writes them")
     if is_megatron_folder(adapted.base):
-        if merges and base is None:
-            cure = f"write its weights with tools/convert.py to-hf, and give that folder as {_FLAG}"
+        if base is None:
+            cure = f"give {_FLAG}, a folder with its weights (tools/convert.py to-hf)"
             raise ValueError(f"{folder}: its base {adapted.base} is a Megatron checkpoint; {cure}")
     elif base is not None and None not in (hashes := (base_identity(base), adapted.identity)) and len({*hashes}) > 1:
         raise ValueError(f"{_FLAG} {base}: its weights are not those of {adapted.base}, to which the adapters belong")
-    base = base or adapted.hf_checkpoint or adapted.base
+    base = base or adapted.base
     shape = read_model_shape(base, _FLAG, sees=description["shape"].get("vision") is not None)
     _, tensors = saved_adapters(trainer, shape)
     return base, shape, adapted.adapters, lambda name, _: tensors[name]
