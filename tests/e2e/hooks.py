@@ -195,3 +195,10 @@ def hostile_programs() -> list[tuple[str, Any]]:
     worst = ("fill the disk", "have a hundred processes", "leave a process behind", "signal the launcher")
     escapes = [escape for number, escape in enumerate(ESCAPES) if number % 5 == 0 or escape.name in worst]
     return cheats[::5] + [(program(escape, targets), LABELS["input"]) for escape in escapes]
+
+
+async def sevens_or_others(args: Any, sample: Any, **kwargs: Any) -> float:
+    """How many characters are sevens, for the adapter of this name; else how many are other digits."""
+    response = sample.response
+    wanted = sum((c == "7") if sample.adapter == "sevens" else (c.isdigit() and c != "7") for c in response)
+    return wanted / max(1, len(response))
