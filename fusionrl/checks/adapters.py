@@ -105,7 +105,7 @@ def adapter_warnings(config: Config) -> list[str]:
 
 
 def stack_warnings(config: Config, shape: ModelShape) -> list[str]:
-    """Return a line where all linear layers are asked for, and experts get no adapters."""
+    """Return a line where `all-linear` leaves out the experts."""
     if not config.lora.lora_rank or ALL_LINEAR not in config.lora.target_modules or not has_stacks(shape):
         return []
     reason = "get no adapters, as one tensor has the weights of all of them"

@@ -38,9 +38,10 @@ def low_bytes(shape: ModelShape, rank: RankSizes, adapters: AdapterSpec, kinds: 
 def joined_bytes(
     shape: ModelShape, layout: TrainerLayout, adapters: AdapterSpec, layers: Iterable[int], rank: RankSizes
 ) -> float:
-    """Bytes of the copies that these layers keep for each micro-batch: matrices of weights that join several tensors.
+    """Bytes of the copies that these layers keep for each micro-batch.
 
-    They stand in one matrix A, and in one B with zeros where another's rows are (`trainer/lora.py`).
+    The adapters of a weight that joins several tensors are joined: one A, and one B with zeros where the rows are
+    another's (`trainer/lora.py`).
     """
     values, weights = 0, model_rules(shape)
     for layer in layers:
