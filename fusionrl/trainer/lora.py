@@ -1,4 +1,4 @@
-"""Low-rank adapters of Megatron's linear layers, one for each Hugging Face tensor that a layer's weight joins.
+"""Low-rank adapters for Megatron's linear layers, one for each Hugging Face tensor that a layer's weight joins.
 
 A layer gets a child `adapter`, whose output a forward hook adds to the layer's. Of a layer whose rows are divided over
 tensor-parallel ranks, each rank has A whole and its rows of B; of one whose columns are, its columns of A and B whole.

@@ -6,8 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from fusionrl.cli.device import detect_device
-from tests.trainer import hf_models
-from tests.trainer.trainer_worker import Samples, config_of
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.adapters import adapters_of
+from tests.trainer import hf_models, trainer_worker
+from tests.trainer.trainer_worker import Samples, config_of, draw_adapters
+from tools.parity import MergedAdapters
 from tools.proof.machine import has_package
 
 pytestmark = [
@@ -37,6 +40,24 @@ def test_log_probs_and_loss_are_near_those_of_transformers(workers, hf, family):
     metrics = workers.train([shard])
     assert metrics["train/loss"] == pytest.approx(loss.item(), rel=0.02)
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=0.1)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 64})])
+def test_adapters_have_the_gradients_of_transformers(workers, hf, family, sizes):
+    """In layers whose norm is a part of the projection, and in those that compute all experts at once."""
+    folder, model = hf(family, False, **WIDE, **sizes)
+    config, samples = config_of(folder, "sft", precision="bf16", lora_rank=8), Samples(6, seed=3)
+    shape = read_model_shape(folder)
+    spec = adapters_of(config, shape)
+    assert spec is not None
+    merged = MergedAdapters(hf_models.clone(model), shape, spec)
+    hf_models.loss(merged.model, samples, list(range(6)), "sft").backward()
+    workers.start(config)
+    workers.run(draw_adapters)
+    workers.train(samples.shards(micro=3))
+    gradients = workers.run(trainer_worker.gradients)[0]
+    for name, want in merged.take_gradients().items():
+        assert np.linalg.norm(gradients[name] - want) <= 0.2 * np.linalg.norm(want) + 1e-3, name
 
 
 def test_delta_nets_in_fp32_take_no_kernels(workers, hf):
