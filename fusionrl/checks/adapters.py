@@ -51,9 +51,11 @@ def _conflicts(config: Config) -> list[tuple[object, str, str]]:
         *((getattr(train, name), flag_of(name), frozen) for name in _FREEZING),
         (train.enable_mtp_training, "--enable-mtp-training", "layers of multi-token prediction have no adapters"),
         (
-            weights.update_weight_transport == "disk" and weights.update_weight_mode == "delta",
+            weights.update_weight_transport == "disk"
+            and weights.update_weight_mode == "delta"
+            and config.lora.lora_push != "merged",
             "--update-weight-mode delta",
-            "weights stay, or change as a whole",
+            "an adapter travels whole (--lora-push merged sends deltas of weights)",
         ),
         (
             config.lora.lora_adapters and config.lora.lora_adapter_path,

@@ -48,7 +48,8 @@ def test_what_does_not_go_with_adapters(flags: str, error: str) -> None:
 
 
 def test_what_goes_with_adapters() -> None:
-    for flags in ("--use-kl-loss --ref-load model", "--advantage-estimator ppo", "--cuda-graph-impl none"):
+    delta = "--update-weight-transport disk --update-weight-mode delta --lora-push merged"
+    for flags in ("--use-kl-loss --ref-load model", "--advantage-estimator ppo", "--cuda-graph-impl none", delta):
         assert adapter_errors(config_of(*flags.split())) == []
     assert "without --lora-rank" in " ".join(validate_flags(Config.from_flat({"lora_dropout": 0.1}), SHAPE))
 
