@@ -34,7 +34,7 @@ MERGED, ADAPTER = f"{LORA} merged", f"{LORA} adapter"
 _DELTA = ("qwen3_5", "qwen3_next")
 PUSH_BOUND, ADAPTERS_BOUND, MEAN_BOUND, DELTA_BOUND = 1e-5, 2.5e-6, 1e-6, 3e-6
 _LORA = {"mode": "rl", "rollout_num_gpus": 1, "lora_rank": 4}
-_WITHOUT_MLP = ("linear_fc1", "linear_fc2")
+WITHOUT_MLP = ("linear_fc1", "linear_fc2")
 
 
 def families() -> list[str]:
@@ -58,7 +58,7 @@ def adapter_flags(family: str) -> dict[str, Any] | None:
     from tests.trainer import hf_models
 
     config = json.loads(hf_models.config_of(family, False).to_json_string(use_diff=False)) | {"model_type": family}
-    for flags in ({}, {"exclude_modules": list(_WITHOUT_MLP)}):
+    for flags in ({}, {"exclude_modules": list(WITHOUT_MLP)}):
         push = adapter_push(Config.from_flat(_LORA | flags), shape_from_hf_config(config))
         if push is not None and push[0] == "adapter":
             return flags
@@ -129,7 +129,7 @@ def run_family(family: str, pipeline: str, task: Path, folder: Path) -> dict[str
     if has_adapters:
         command += ["--lora-rank", str(_LORA["lora_rank"]), "--lora-push", push]
     if push == "adapter" and adapter_flags(name):
-        command += ["--exclude-modules", *_WITHOUT_MLP]
+        command += ["--exclude-modules", *WITHOUT_MLP]
     with open(folder / "output.txt", "wb") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode
     row: dict[str, Any] = {"family": family, "pipeline": pipeline}

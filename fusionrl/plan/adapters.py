@@ -11,7 +11,7 @@ from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.models.adapted import Adapted, base_identity
 from fusionrl.models.adapters import AdapterSpec, checked_spec, sample_rules
 from fusionrl.models.families import get_family
-from fusionrl.models.kinds import Delta
+from fusionrl.models.kinds import Delta, Latent
 from fusionrl.models.shape import ModelShape
 from fusionrl.pipeline.knobs import Knobs
 
@@ -125,6 +125,8 @@ def _merge_reasons(config: Config, shape: ModelShape, spec: AdapterSpec) -> Iter
     modules = target_modules(shape, spec)
     if other := sorted(modules - _SERVED):
         yield f"engines take no adapters on {', '.join(other)}"
+    if "q_proj" in modules and any(isinstance(kind, Latent) for kind in shape.attention):
+        yield "engines take no adapters on queries of latent attention without a rank (--exclude-modules q_proj)"
     if shape.num_experts and modules & _OF_MLP:
         # SGLang gives the adapters of a dense layer's MLP, or of shared experts, to the experts too.
         yield "engines take no adapters on the MLPs of a mixture (--exclude-modules, or --target-modules without them)"

@@ -15,6 +15,7 @@ from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.weights.merge import Merger
 from fusionrl.weights.remote_calls import MergeSums, merge_loss
 from tests.trainer import hf_models
+from tools.family_loops import WITHOUT_MLP, adapter_flags
 
 NAMES = [*hf_models.FAMILIES, *hf_models.SPARSE, *hf_models.PLUGINS]
 
@@ -99,3 +100,11 @@ def test_loss_of_a_merge_is_all_of_a_small_update_and_little_of_a_large_one(scal
     assert low <= found <= high
     Merger(held, 0.0, torch.bfloat16, sums).piece(rule, weight, 0, 1)
     assert merge_loss([sums.take()]) == 0.0, "nothing is added"
+
+
+def test_families_whose_adapters_engines_take_only_merged() -> None:
+    """Delta nets, engines that run transformers' own model, and uncompressed queries of latent attention."""
+    families_of = (*hf_models.FAMILIES, *hf_models.SPARSE)
+    alone = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "smollm3", "deepseek_v2"}
+    assert {family for family in families_of if adapter_flags(family) is None} == alone
+    assert adapter_flags("qwen3") == {} and adapter_flags("qwen3_moe") == {"exclude_modules": list(WITHOUT_MLP)}
