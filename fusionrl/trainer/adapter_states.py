@@ -43,7 +43,7 @@ class _State:
     progress: Progress
     weights: WeightSet
     optimizer: WeightSet
-    steps: list[Any]
+    steps: list[object]
     scheduled: int
     rng: dict[str, Any]
 
@@ -98,7 +98,7 @@ class AdapterStates:
         )
         return _State(progress, weights, optimizer, self._steps(), self._trained.scheduler.num_steps, rng_state())
 
-    def _steps(self) -> list[Any]:
+    def _steps(self) -> list[object]:
         return [group.get("step", 0) for group in self._trained.optimizer.param_groups]
 
 

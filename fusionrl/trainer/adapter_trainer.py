@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fusionrl.trainer.adapter_states import AdapterStates
-    from fusionrl.trainer.checkpoint import Saving
     from fusionrl.trainer.shard_pull import ShardSource
 
 REPORTED = ("loss", "grad_norm", "lr", "skipped")
@@ -94,12 +93,15 @@ class AdapterTrainer(TrainerBase):
             return super().begin_save(path, rollout_id)
         self.finish_save()
         self.reload()
-        earlier: Saving | None = None
         for name in self._each():
-            super().begin_save(f"{path}-{name}", rollout_id)
-            assert self._saving is not None
-            self._saving.earlier, earlier, self._saving = earlier, self._saving, None
-        self._saving = earlier
+            earlier, self._saving = self._saving, None
+            try:
+                super().begin_save(f"{path}-{name}", rollout_id)
+            finally:  # what was begun is finished, also where the next one cannot begin
+                if self._saving is None:
+                    self._saving = earlier
+                else:
+                    self._saving.earlier = earlier
 
     def load(self, path: str) -> Restored:
         """As of `ModelRank`; the facts are those of the last adapter, with the hashes of all."""
