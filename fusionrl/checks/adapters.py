@@ -2,7 +2,7 @@
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.run_parts import changes_weights, needs_reference, uses_trainers
+from fusionrl.config.run_parts import changes_weights, needs_reference
 from fusionrl.models.adapters import ALL_LINEAR, has_stacks
 from fusionrl.models.peft_config import read_peft
 from fusionrl.models.shape import ModelShape
@@ -27,8 +27,8 @@ def adapter_errors(config: Config) -> list[str]:
     rank = config.lora.lora_rank
     if not rank:
         return []
-    if not uses_trainers(config):
-        return [f"--lora-rank {rank}: engines alone run, and take no adapters from files; {_MERGE}"]
+    if not changes_weights(config):
+        return [f"--lora-rank {rank}: nothing is trained in --mode {config.run.mode}; {_MERGE}"]
     conflicts = [*_conflicts(config), *(_conflicts_of_several(config) if len(adapter_folders(config)) > 1 else [])]
     errors = [
         f"{flag} with --lora-rank {rank}: {reason}; leave one out" for applies, flag, reason in conflicts if applies

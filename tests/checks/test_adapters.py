@@ -39,7 +39,8 @@ def config_of(*flags: str) -> Config:
         ("--lora-adapters a b --advantage-estimator ppo", "--advantage-estimator ppo with --lora-rank 8: one critic"),
         ("--lora-adapters a b --optimizer-cpu-offload", "--optimizer-cpu-offload with --lora-rank 8"),
         ("--lora-adapters a b --lora-adapter-path x", "--lora-adapter-path with --lora-rank 8: --lora-adapters names"),
-        ("--mode eval", "--lora-rank 8: engines alone run"),
+        ("--mode eval", "--lora-rank 8: nothing is trained in --mode eval; merge the adapter"),
+        ("--mode reject-sampling", "--lora-rank 8: nothing is trained in --mode reject-sampling; merge the adapter"),
     ],
 )
 def test_what_does_not_go_with_adapters(flags: str, error: str) -> None:
