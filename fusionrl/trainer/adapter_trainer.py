@@ -97,7 +97,7 @@ class AdapterTrainer(TrainerBase):
             earlier, self._saving = self._saving, None
             try:
                 super().begin_save(f"{path}-{name}", rollout_id)
-            finally:  # what was begun is finished, also where the next one cannot begin
+            finally:  # the saves that have started are finished, even if the next one cannot start
                 if self._saving is None:
                     self._saving = earlier
                 else:

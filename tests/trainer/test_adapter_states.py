@@ -120,4 +120,4 @@ def test_adapters_start_from_their_folders(workers: LocalRanks, hf: Any, tmp_pat
         (after,) = workers.run(lent_adapters)
         for name in names:
             moved = max(np.abs(after[name][matrix] - found[name][matrix]).max() for matrix in found[name])
-            assert moved < 0.01, f"{name} goes on from its folder, not from other master weights"
+            assert moved < 0.01, f"{name} continues from its folder, not from other master weights"
