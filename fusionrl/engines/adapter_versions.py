@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from fusionrl.base.lazy_modules import when_imported
+from fusionrl.config.groups.lora import BASE
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BASE = "base"
 NO_ROOM = "no room for another version"
 _POLL_S = 0.01  # between two looks at the requests of a version that is about to be unloaded
 _HEALTH_CHECK = "HEALTH_CHECK"  # SGLang's own requests have it in their id
@@ -131,7 +131,8 @@ def _read_model_names(serving: ModuleType, versions: AdapterVersions) -> None:
     original = serving.OpenAIServingBase._resolve_lora_path
 
     def resolve(self: OpenAIServingBase, model: str, lora_path: object) -> object:
-        return model if model in (*versions.names, BASE) else original(self, model, lora_path)
+        is_name = lora_path is None and model in (*versions.names, BASE)
+        return model if is_name else original(self, model, lora_path)
 
     serving.OpenAIServingBase._resolve_lora_path = resolve
 

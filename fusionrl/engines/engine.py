@@ -4,6 +4,7 @@ Every method that talks to the server raises RuntimeError: with endpoint, status
 and with the end of its log if it is dead.
 """
 
+import logging
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -27,6 +29,8 @@ from fusionrl.observe.spans import phase
 
 if TYPE_CHECKING:
     import numpy as np
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["EngineActor", "EngineSpec"]
 
@@ -210,7 +214,7 @@ class EngineActor(EngineControl):
 
             folders = sorted(Path(adapters).iterdir())
             adapters = {f.name: {file.name: np.fromfile(file, np.uint8) for file in f.iterdir()} for f in folders}
-        deadline = time.monotonic() + timeout_s
+        deadline, is_told = time.monotonic() + timeout_s, False
         assert self._scratch is not None, "the server is started"
         for name, files in adapters.items():
             folder = os.path.join(self._scratch.name, f"{name}-{version}")
@@ -223,6 +227,9 @@ class EngineActor(EngineControl):
                     except EndpointError as error:
                         if NO_ROOM not in str(error) or time.monotonic() > deadline:
                             raise
+                        if not is_told:
+                            logger.warning("a push of version %d waits in %s: %s", version, self.spec.name, error)
+                        is_told = True
                     time.sleep(_ROOM_POLL_S)
             finally:
                 self.remove_files(folder)
@@ -234,7 +241,10 @@ class EngineActor(EngineControl):
             Path(folder, name).write_bytes(data.data)
 
     def remove_files(self, folder: str) -> None:
+        """Remove it, and on hosts that have nothing else there the folder above it."""
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            os.rmdir(os.path.dirname(folder))
 
     # ---- calls
 

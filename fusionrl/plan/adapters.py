@@ -14,6 +14,7 @@ from fusionrl.models.families import get_family
 from fusionrl.models.kinds import Delta, Latent
 from fusionrl.models.shape import ModelShape
 from fusionrl.pipeline.knobs import Knobs
+from fusionrl.plan.pipeline_knobs import keeps_groups_in_flight
 
 AdapterPush = Literal["adapter", "merged"]
 _SERVED = frozenset(
@@ -23,6 +24,7 @@ _SERVED = frozenset(
     }
 )
 """Hugging Face names of the modules that SGLang has adapters of (`SUPPORTED_LORA_TARGET_MODULES`)."""
+_OLDER_IN_FLIGHT = 3  # versions of running requests where a rollout function never lets its groups end
 _OF_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 
 POLICY = "policy"
@@ -137,10 +139,11 @@ def target_modules(shape: ModelShape, spec: AdapterSpec) -> set[str]:
     return {name.split(".")[-3] for layer in sample_rules(shape, spec) for rule in layer for name in rule.hf}
 
 
-def adapter_slots(num_names: int, knobs: Knobs | None) -> int:
+def adapter_slots(config: Config, knobs: Knobs | None) -> int:
     """Return how many adapters an engine serves at once: of each name all versions that may run, and the weights alone.
 
     A request keeps the version that it began with, so those in flight have as many as --max-staleness lets them.
     """
-    num_versions = 2 if knobs is None else 2 + knobs.max_staleness
-    return num_names * num_versions + 1
+    num_older = _OLDER_IN_FLIGHT if keeps_groups_in_flight(config) else 1
+    num_versions = 1 + (num_older if knobs is None else 1 + knobs.max_staleness)
+    return len(adapter_folders(config)) * num_versions + 1

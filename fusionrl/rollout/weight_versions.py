@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fusionrl.config.groups.lora import BASE
 from fusionrl.data.sample import Sample, response_mask
 from fusionrl.data.sampling import (
     UNKNOWN_VERSION,
@@ -104,8 +105,12 @@ def answers_of(url: str) -> EngineAnswers | None:
 
 
 def note_answer(url: str, answer: object, payload: Mapping[str, object]) -> None:
-    """Note what `url` answered to `payload`, if it is one of the policy's engines or their router."""
-    if (answers := answers_of(url)) is not None:
+    """Note what `url` answered to `payload`, if it is one of the policy's engines or their router.
+
+    Not what another adapter answered, or the weights without one, to a function that asks it as a judge.
+    """
+    answers, adapter = answers_of(url), payload.get("lora_path")
+    if answers is not None and adapter != BASE and (None in (adapter, answers.adapter) or adapter == answers.adapter):
         several = answer if isinstance(answer, list) else [answer]
         params = payload.get("sampling_params")
         each = params if isinstance(params, list) and len(params) == len(several) else [params] * len(several)

@@ -179,5 +179,5 @@ def _adapter_args(config: Config, plan: Plan) -> dict[str, object]:
         "enable_lora": True,
         "max_lora_rank": spec.rank,
         "lora_target_modules": sorted(target_modules(plan.shape, spec)),
-        "max_loras_per_batch": adapter_slots(len(adapter_folders(config)), plan.knobs),
+        "max_loras_per_batch": adapter_slots(config, plan.knobs),
     }

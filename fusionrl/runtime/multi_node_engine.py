@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _WATCH_S = 1.0  # between two looks at the other parts
 _ANSWER_TIMEOUT_S = 15.0  # for a part's actor to answer
 _END_TIMEOUT_S = 20.0
+_WRITE_TIMEOUT_S = 120.0  # for a part's host to have the files of an adapter
 
 
 class EnginePartWorker(EngineWorker, EnginePart):
@@ -113,7 +114,7 @@ class MultiNodeEngineWorker(EngineWorker):
     def write_files(self, folder: str, files: Files) -> None:
         writes = [part.write_files.remote(folder, files) for part in self._parts]
         super().write_files(folder, files)
-        ray.get(writes)
+        ray.get(writes, timeout=_WRITE_TIMEOUT_S)
 
     def remove_files(self, folder: str) -> None:
         ends = [part.remove_files.remote(folder) for part in self._parts]

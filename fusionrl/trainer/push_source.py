@@ -52,13 +52,16 @@ class PushSource(AdapterTrainer):
     @phase("push adapters")
     def push_adapters(self, targets: Sequence[EngineTarget], version: int, timeout_s: float) -> SendReport:
         """Send the adapters; collective over the trainers, of which rank 0 sends."""
-        from fusionrl.models.hf_io import iter_hf_tensors
+        from fusionrl.models.hf_io import gather_params, iter_hf_tensors
         from fusionrl.weights.adapters import drop_files, engine_files, send_files, write_files
         from fusionrl.weights.remote_calls import new_send_report
 
         spec = self.adapter_spec
         assert spec is not None, "the run has adapters"
+        if self._sender is not None:  # engines have the weights, and few will ask for them again
+            self._sender.release()
         self.reload(only_weights=True)
+        gather_params(self.trained.chunks)
         adapters = {}
         for name in adapter_folders(self.config):
             with self.lent_adapter(name):

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fusionrl.engines.engine import Files
-from fusionrl.models.adapters import AdapterSpec, peft_module
+from fusionrl.models.adapters import AdapterSpec, peft_module, peft_sizes
 from fusionrl.models.families import hf_shapes
 from fusionrl.models.peft_config import CONFIG, WEIGHTS, peft_config
+from fusionrl.models.rules import Sizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.gather import DTYPES
@@ -33,22 +35,27 @@ def engine_files(tensors: Iterable[tuple[str, Tensor]], spec: AdapterSpec, shape
     SGLang multiplies by lora_alpha / r, whatever else the config says.
     """
     named = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors}
-    named |= _missing(named, spec.rank, shape)
+    named |= {name: torch.zeros(sizes, dtype=DTYPES[dtype]) for name, sizes in _missing(spec, shape).items()}
+    both = (CONFIG, _config(spec, shape)), (WEIGHTS, save(named))
+    return {name: np.frombuffer(data, np.uint8) for name, data in both}
+
+
+@lru_cache(maxsize=2)
+def _config(spec: AdapterSpec, shape: ModelShape) -> bytes:
     plain = spec.model_copy(update={"alpha": spec.scale * spec.rank, "use_rslora": False})
-    config = json.dumps(peft_config(plain, shape, ""), indent=2).encode()
-    return {name: np.frombuffer(data, np.uint8) for name, data in ((CONFIG, config), (WEIGHTS, save(named)))}
+    return json.dumps(peft_config(plain, shape, ""), indent=2).encode()
 
 
-def _missing(named: Mapping[str, Tensor], rank: int, shape: ModelShape) -> dict[str, Tensor]:
-    """Return zeros for modules without an adapter that engines have as one with modules that do."""
-    found: dict[str, Tensor] = {}
+@lru_cache(maxsize=2)
+def _missing(spec: AdapterSpec, shape: ModelShape) -> dict[str, Sizes]:
+    """Return the tensors of modules without an adapter that engines have as one with modules that do."""
+    there, found = peft_sizes(shape, spec), dict[str, Sizes]()
     for hf, sizes in hf_shapes(shape).items():
         of, _, leaf = peft_module(hf).rpartition(".")
         siblings = next((modules for modules in _JOINED if leaf in modules), ())
-        like = next((f"{of}.{name}.lora_A.weight" for name in siblings if f"{of}.{name}.lora_A.weight" in named), None)
-        if like is not None and f"{of}.{leaf}.lora_A.weight" not in named:
-            found[f"{of}.{leaf}.lora_A.weight"] = torch.zeros_like(named[like])
-            found[f"{of}.{leaf}.lora_B.weight"] = named[like].new_zeros(sizes[0], rank)
+        a, b = f"{of}.{leaf}.lora_A.weight", f"{of}.{leaf}.lora_B.weight"
+        if a not in there and any(f"{of}.{name}.lora_A.weight" in there for name in siblings):
+            found |= {a: (spec.rank, sizes[1]), b: (sizes[0], spec.rank)}
     return found
 
 
@@ -81,8 +88,9 @@ def send_files(
 
     report, start = new_send_report(), time.time()
     shared = ray.put(adapters) if ray.is_initialized() else adapters  # one copy for all engines of a node
+    limit_s = 0.9 * timeout_s  # so that an engine that waits says for which requests
     calls = [
-        (f"engine {t.index}: load adapters", t.handle.load_adapters.remote(version, shared, timeout_s)) for t in targets
+        (f"engine {t.index}: load adapters", t.handle.load_adapters.remote(version, shared, limit_s)) for t in targets
     ]
     wait_all(calls, timeout_s)
     note_sent(report, start, num_bytes=num_bytes, num_calls=len(calls))

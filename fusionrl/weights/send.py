@@ -275,6 +275,12 @@ class WeightSender:
         self._push, self._has_failed = None, True
         self.disconnect()
 
+    def release(self) -> None:
+        """Give the buffers back, and leave the groups with the engines; the next push makes them anew."""
+        self.disconnect()
+        self._push, self._buffers = None, []
+        self._broadcasts.clear()
+
     def disconnect(self) -> None:
         """Leave the groups with the engines."""
         for broadcast in self._broadcasts.values():

@@ -109,7 +109,7 @@ def test_engines_have_room_for_versions() -> None:
     assert more.memory is not None and more.memory.engine is not None
     spec = AdapterSpec(rank=8, alpha=32)
     assert served_bytes(TINY, spec, 1, 4) == 4 * num_adapter_parameters(TINY, spec)
-    room = adapter_slots(1, None) * served_bytes(TINY, spec, 1, 4)
+    room = adapter_slots(config, None) * served_bytes(TINY, spec, 1, 4)
     assert more.memory.engine.weights - less.memory.engine.weights == room > 0
     assert more.lora_push == "adapter" and less.lora_push == "merged"
     assert adapter_push(config, TINY) is not None and adapter_push(config_of(lora_rank=0), TINY) is None

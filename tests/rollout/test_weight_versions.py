@@ -204,6 +204,16 @@ def test_only_the_policys_engines_are_heard() -> None:
     assert noted.versions == {2, 3}, "the call is over"
 
 
+def test_answers_of_another_adapter_are_a_judges() -> None:
+    """And those of the weights alone, whose version is for ever that of the first push."""
+    for adapter, wanted in ((None, {1, 3, 4}), ("math", {1, 3})):
+        with noting_answers(URLS) as noted:
+            noted.adapter = adapter
+            for number, name in enumerate((None, "base", "math", "code"), 1):
+                note_answer(f"{URL}/generate", answer([5], str(number)), {} if name is None else {"lora_path": name})
+        assert noted.versions == wanted
+
+
 POSTS = """
 import asyncio, copy
 from fusionrl.plugin_api import post, run

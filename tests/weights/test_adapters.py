@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from fusionrl.engines.adapter_versions import BASE, AdapterVersions
 from fusionrl.models import hf_io
 from fusionrl.models.adapters import AdapterSpec, adapter_rules
 from fusionrl.trainer.push_source import PushSource
@@ -51,6 +50,7 @@ def test_each_of_several_adapters_is_pushed(transport: str, monkeypatch: Any, tm
         lora=SimpleNamespace(lora_rank=2, lora_adapters=["math", "code=folder"], lora_adapter_path=None),
         weights=weights,
     )
+    source._sender = None
     source.plan, source._disk_folder = SimpleNamespace(transport=transport), str(tmp_path)
     source.trained, source.reload = SimpleNamespace(chunks=[], transformer=None), lambda only_weights: None
     values, sent = {"math": 1.0, "code": 2.0}, list[Any]()
@@ -81,10 +81,3 @@ def test_each_of_several_adapters_is_pushed(transport: str, monkeypatch: Any, tm
             "code": {2.0},
         }
     assert [path.name for path in tmp_path.iterdir()] == (["adapter_v000004"] if transport == "disk" else [])
-
-
-def test_health_checks_hold_no_version() -> None:
-    """SGLang forgets them without saying that they have ended, and a version would never be unloaded."""
-    for names in (("policy",), ("math", "code")):
-        assert AdapterVersions(names).default("HEALTH_CHECK_1") == BASE
-    assert AdapterVersions(("policy",)).default("1") == "policy"

@@ -271,7 +271,7 @@ def _engine(
     width = WIDTHS[plan.rollout_dtype]
     weights = float(plan.push_bytes if plan.quantization else plan.pushed_shape.num_parameters * width)
     if plan.lora_push == "adapter" and (spec := adapters_of(config, plan.shape)) is not None:
-        slots = adapter_slots(len(adapter_folders(config)), plan.knobs)
+        slots = adapter_slots(config, plan.knobs)
         weights += slots * plan.engine_size * served_bytes(plan.shape, spec, plan.engine_size, width)
     return engine_memory(
         plan.shape,
