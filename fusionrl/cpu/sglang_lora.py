@@ -1,11 +1,11 @@
-"""Adapters (LoRA) in SGLang engines on a CPU: its backend `torch_native`, with what it takes for granted of a GPU.
+"""Adapters (LoRA) in SGLang engines on a CPU. Its backend `torch_native` was written for GPUs; here it is mended:
 
-* There is no pinned memory without a GPU.
-* The backend describes a batch by some twenty tensors, and goes through them one element after the other in each layer;
-  here numbers of Python's do, and products of a batch with one adapter are done at once.
-* SGLang widens the MLP of an engine with several ranks to a multiple of 32 on each, but not what is multiplied with it
-  in an adapter; a rank's part is then cut out in the wrong place. Zeros widen the adapter as the weights.
-* Latent attention multiplies with its `kv_b_proj` in two halves, whose adapter is added by kernels for a GPU.
+* Tensors are not pinned: only a GPU has pinned memory.
+* SGLang describes a batch by some twenty tensors, and in each layer works on one segment after the other, part by part.
+  Here Python numbers describe it, and tokens that follow each other with the same adapter are multiplied at once.
+* SGLang pads the MLP of an engine with several ranks to a multiple of 32 for each, but not the adapter, and cuts a
+  rank's part out of it in the wrong place. Here the adapter is padded with zeros, too.
+* Kernels for a GPU add the adapter of latent attention's `kv_b_proj`, with which attention multiplies in two halves.
 """
 
 from __future__ import annotations
@@ -45,22 +45,12 @@ def register() -> None:
     when_imported("sglang.srt.lora.deepseek_mla_correction", _correct_latent)
 
 
-class _WithoutPins(ModuleType):
-    """Torch as a module of SGLang sees it."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(torch, name)
-
-    @staticmethod
+def _unpin(layers: ModuleType) -> None:
     def tensor(values: object, *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-
-def _unpin(layers: ModuleType) -> None:
-    vars(layers)["torch"] = _WithoutPins()
+    vars(layers)["torch"] = unpinned = ModuleType("torch")
+    vars(unpinned).update(__getattr__=lambda name: getattr(torch, name), tensor=tensor)
     torch.Tensor.pin_memory = lambda self, *_, **__: self
 
 

@@ -24,7 +24,6 @@ from fusionrl.base.lazy_modules import when_imported
 from fusionrl.config.groups.lora import BASE
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.managers.io_struct import AbortReq, BatchStrOutput, GenerateReqInput
     from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput as LoadRequest
     from sglang.srt.managers.io_struct import LoRAUpdateOutput as LoadResult
@@ -54,7 +53,7 @@ class AdapterVersions:
     def find(self, name: str) -> str | None:
         """Return SGLang's name of what a request for `name` gets; None: the weights alone.
 
-        Raises ValueError: there is no such adapter.
+        Raises ValueError for an unknown name.
         """
         if name == BASE:
             return None
@@ -62,7 +61,9 @@ class AdapterVersions:
             return self.current.get(name)
         if name in self.version_of:
             return name
-        raise ValueError(f"lora_path {name!r}: there is no such adapter; known are {', '.join((*self.names, BASE))}")
+        raise ValueError(
+            f"lora_path {name!r}: the engine has no such adapter; known are {', '.join((*self.names, BASE))}"
+        )
 
     def default(self, request_id: object) -> str:
         """Return the name of a request that has none.
@@ -103,7 +104,6 @@ def register(names: Sequence[str]) -> None:
     versions = AdapterVersions(names)
     when_imported("sglang.srt.managers.io_struct", lambda module: _name_requests(module, versions))
     when_imported("sglang.srt.managers.tokenizer_manager", lambda module: _serve_versions(module, versions))
-    when_imported("sglang.srt.entrypoints.openai.serving_base", lambda module: _read_model_names(module, versions))
     when_imported("sglang.srt.managers.scheduler", _agree_on_loads)
 
 
@@ -126,17 +126,6 @@ def _naming(
     return normalize_batch_and_arguments
 
 
-def _read_model_names(serving: ModuleType, versions: AdapterVersions) -> None:
-    """Let the `model` of an OpenAI request be the name of an adapter, as it is with other servers."""
-    original = serving.OpenAIServingBase._resolve_lora_path
-
-    def resolve(self: OpenAIServingBase, model: str, lora_path: object) -> object:
-        is_name = lora_path is None and model in (*versions.names, BASE)
-        return model if is_name else original(self, model, lora_path)
-
-    serving.OpenAIServingBase._resolve_lora_path = resolve
-
-
 def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
     kind = managers.TokenizerManager
     resolve, handle_output = kind._validate_and_resolve_lora, kind._handle_batch_output
@@ -153,7 +142,7 @@ def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
             await resolve(self, obj)
 
     def spans(self: TokenizerManager, request_id: str, num_tokens: int) -> list[WeightVersionSpan] | None:
-        """Return the stamp of an answer; None: it is of the weights alone."""
+        """Return the stamp of an answer; None: the weights alone answered."""
         from sglang.srt.utils.weight_versions import WeightVersionSpan
 
         state = self.rid_to_state.get(request_id)
@@ -177,8 +166,7 @@ def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:
     kind._validate_and_resolve_lora = validate_and_resolve
     kind._handle_batch_output = handle_batch_output
     kind._handle_abort_req = handle_abort_request
-    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
-        setattr(kind, method, _loading(getattr(kind, method), managers, versions))
+    kind.load_lora_adapter = _loading(kind.load_lora_adapter, managers, versions)
 
 
 def _loading(load: Load, managers: ModuleType, versions: AdapterVersions) -> Load:
@@ -222,15 +210,13 @@ async def _unload(manager: TokenizerManager, name: str, versions: AdapterVersion
         await asyncio.sleep(_POLL_S)
     del versions.version_of[name], versions.arriving[name]
     result = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
-    manager.lora_ref_cache.pop(name, None)  # it would be loaded again if somebody asked for it
+    manager.lora_ref_cache.pop(name, None)  # a request for it would load its folder again, which is gone
     if not result.success:
         logger.warning("adapter %s is not unloaded: %s", name, result.error_message)
 
 
 def _agree_on_loads(schedulers: ModuleType) -> None:
-    kind = schedulers.Scheduler
-    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
-        setattr(kind, method, _agreeing(getattr(kind, method)))
+    schedulers.Scheduler.load_lora_adapter = _agreeing(schedulers.Scheduler.load_lora_adapter)
 
 
 def _agreeing(

@@ -37,7 +37,7 @@ __all__ = ["EngineActor", "EngineSpec"]
 _MAX_TMPDIR_BYTES = 60  # SGLang's sockets have names of up to 30 behind it
 Files: TypeAlias = "Mapping[str, np.ndarray]"
 """Name → bytes of each file of a folder, uint8: an array, which processes of a node share."""
-_ROOM_POLL_S = 0.2  # between two tries to load an adapter where there is no room
+_ROOM_POLL_S = 0.2  # between two tries to load an adapter for which the server has no room yet
 _HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
@@ -202,18 +202,13 @@ class EngineActor(EngineControl):
     # ---- adapters
 
     @phase("load adapters")
-    def load_adapters(self, version: int, adapters: Mapping[str, Files] | str, timeout_s: float) -> None:
+    def load_adapters(self, version: int, adapters: Mapping[str, Files], timeout_s: float) -> None:
         """Load adapters as `version`, while requests run; wait while those of older versions leave no room.
 
-        adapters  name → the bytes of each file of its PEFT folder by the file's name, or the path of these folders
+        adapters: name → the files of its PEFT folder.
         """
         from fusionrl.engines.adapter_versions import NO_ROOM
 
-        if isinstance(adapters, str):
-            import numpy as np
-
-            folders = sorted(Path(adapters).iterdir())
-            adapters = {f.name: {file.name: np.fromfile(file, np.uint8) for file in f.iterdir()} for f in folders}
         deadline, is_told = time.monotonic() + timeout_s, False
         assert self._scratch is not None, "the server is started"
         for name, files in adapters.items():

@@ -11,21 +11,12 @@ from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.models.adapted import Adapted, base_identity
 from fusionrl.models.adapters import AdapterSpec, checked_spec, sample_rules
 from fusionrl.models.families import get_family
-from fusionrl.models.kinds import Delta, Latent
 from fusionrl.models.shape import ModelShape
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.pipeline_knobs import keeps_groups_in_flight
 
 AdapterPush = Literal["adapter", "merged"]
-_SERVED = frozenset(
-    {
-        *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
-        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    }
-)
-"""Hugging Face names of the modules that SGLang has adapters of (`SUPPORTED_LORA_TARGET_MODULES`)."""
 _OLDER_IN_FLIGHT = 3  # versions of running requests where a rollout function never lets its groups end
-_OF_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
 
 POLICY = "policy"
 """Name of the only adapter, where --lora-adapters names none."""
@@ -122,16 +113,12 @@ def _merge_reasons(config: Config, shape: ModelShape, spec: AdapterSpec) -> Iter
         yield "a pair of engines would prefill with one version and decode with another"
     if shape.vision is not None:
         yield "engines take no adapters of models that see"
-    if any(isinstance(kind, Delta) for kind in shape.attention):
-        yield "engines take no adapters on all projections of gated delta nets"
-    modules = target_modules(shape, spec)
-    if other := sorted(modules - _SERVED):
-        yield f"engines take no adapters on {', '.join(other)}"
-    if "q_proj" in modules and any(isinstance(kind, Latent) for kind in shape.attention):
-        yield "engines take no adapters on queries of latent attention without a rank (--exclude-modules q_proj)"
-    if shape.num_experts and modules & _OF_MLP:
-        # SGLang gives the adapters of a dense layer's MLP, or of shared experts, to the experts too.
-        yield "engines take no adapters on the MLPs of a mixture (--exclude-modules, or --target-modules without them)"
+    # In a mixture SGLang gives the adapters of a dense layer's MLP, or of shared experts, to the experts too; attention
+    # between delta nets has a gate, which SGLang's adapters do not expect.
+    kinds_of_layers = shape.attention, shape.mlp
+    served = {name for kinds in kinds_of_layers for name in frozenset.intersection(*(k.engine_adapters for k in kinds))}
+    if other := sorted(target_modules(shape, spec) - served):
+        yield f"engines take no adapters on {', '.join(other)} of a {shape.model_type} model (--exclude-modules)"
 
 
 def target_modules(shape: ModelShape, spec: AdapterSpec) -> set[str]:

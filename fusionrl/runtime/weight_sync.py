@@ -151,10 +151,10 @@ class WeightSync:
         """Push what has changed: weights, or adapters, before which an engine gets the weights once."""
         if self._plan.lora_push != "adapter":
             return self._transfer_weights(version, targets)
-        new = {(target.index, target.num_restarts): target for target in targets}
-        lacking = [target for process, target in new.items() if process not in self._have_base]
+        processes = {(target.index, target.num_restarts): target for target in targets}
+        lacking = [target for process, target in processes.items() if process not in self._have_base]
         metrics = self._transfer_weights(version, lacking) if lacking else {}
-        self._have_base |= new.keys()
+        self._have_base |= processes.keys()
         timeout_s = self._config.weights.update_weight_timeout_s
         adapters = push_adapters(self._trainers.actors, targets, version=version, timeout_s=timeout_s)
         added = ("perf/time_sync_s", "sync/prepare_s", "sync/pause_s", "sync/bytes", "sync/calls")

@@ -72,13 +72,11 @@ class PushSource(AdapterTrainer):
                     collections.deque(tensors, maxlen=0)
         if self.rank != 0:
             return new_send_report()
-        num_bytes = sum(data.nbytes for files in adapters.values() for data in files.values())
-        if self.plan.transport != "disk":
-            return send_files(adapters, num_bytes, targets, version, timeout_s)
-        folder = self._disk_folder
-        sent = send_files(write_files(folder, version, adapters), num_bytes, targets, version, timeout_s)
+        if self.plan.transport == "disk":
+            write_files(self._disk_folder, version, adapters)
+        sent = send_files(adapters, targets, version, timeout_s)
         if not self.config.weights.update_weight_disk_keep_files:
-            drop_files(folder, version)
+            drop_files(self._disk_folder, version)
         return sent
 
     @phase("write weights")

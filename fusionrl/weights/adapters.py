@@ -49,18 +49,18 @@ def _config(spec: AdapterSpec, shape: ModelShape) -> bytes:
 @lru_cache(maxsize=2)
 def _missing(spec: AdapterSpec, shape: ModelShape) -> dict[str, Sizes]:
     """Return the tensors of modules without an adapter that engines have as one with modules that do."""
-    there, found = peft_sizes(shape, spec), dict[str, Sizes]()
+    adapted, zeros = peft_sizes(shape, spec), dict[str, Sizes]()
     for hf, sizes in hf_shapes(shape).items():
-        of, _, leaf = peft_module(hf).rpartition(".")
+        parent, _, leaf = peft_module(hf).rpartition(".")
         siblings = next((modules for modules in _JOINED if leaf in modules), ())
-        a, b = f"{of}.{leaf}.lora_A.weight", f"{of}.{leaf}.lora_B.weight"
-        if a not in there and any(f"{of}.{name}.lora_A.weight" in there for name in siblings):
-            found |= {a: (spec.rank, sizes[1]), b: (sizes[0], spec.rank)}
-    return found
+        a, b = f"{parent}.{leaf}.lora_A.weight", f"{parent}.{leaf}.lora_B.weight"
+        if a not in adapted and any(f"{parent}.{sibling}.lora_A.weight" in adapted for sibling in siblings):
+            zeros |= {a: (spec.rank, sizes[1]), b: (sizes[0], spec.rank)}
+    return zeros
 
 
-def write_files(folder: str, version: int, adapters: Mapping[str, Files]) -> str:
-    """Write a PEFT folder for each adapter (`--update-weight-transport disk`); return the folder of the version."""
+def write_files(folder: str, version: int, adapters: Mapping[str, Files]) -> None:
+    """Write a PEFT folder for each adapter, as engines have it (`--update-weight-transport disk`)."""
     place = Path(folder, _FOLDER.format(version=version))
     partial = place.with_name(place.name + ".partial")
     for old in (place, partial):  # of a push that failed elsewhere
@@ -70,7 +70,6 @@ def write_files(folder: str, version: int, adapters: Mapping[str, Files]) -> str
         for name, data in files.items():
             (partial / adapter / name).write_bytes(data.data)
     partial.rename(place)
-    return str(place)
 
 
 def drop_files(folder: str, keep: int | None) -> None:
@@ -81,9 +80,9 @@ def drop_files(folder: str, keep: int | None) -> None:
 
 
 def send_files(
-    adapters: Mapping[str, Files] | str, num_bytes: int, targets: Sequence[EngineTarget], version: int, timeout_s: float
+    adapters: Mapping[str, Files], targets: Sequence[EngineTarget], version: int, timeout_s: float
 ) -> SendReport:
-    """Let each engine load the adapters, or those of a folder that its node can read, at once."""
+    """Let all engines load the adapters at the same time."""
     import ray
 
     report, start = new_send_report(), time.time()
@@ -93,5 +92,6 @@ def send_files(
         (f"engine {t.index}: load adapters", t.handle.load_adapters.remote(version, shared, limit_s)) for t in targets
     ]
     wait_all(calls, timeout_s)
+    num_bytes = sum(data.nbytes for files in adapters.values() for data in files.values())
     note_sent(report, start, num_bytes=num_bytes, num_calls=len(calls))
     return report

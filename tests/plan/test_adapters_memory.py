@@ -113,6 +113,9 @@ def test_engines_have_room_for_versions() -> None:
     assert more.memory.engine.weights - less.memory.engine.weights == room > 0
     assert more.lora_push == "adapter" and less.lora_push == "merged"
     assert adapter_push(config, TINY) is not None and adapter_push(config_of(lora_rank=0), TINY) is None
-    with pytest.raises(ValueError, match="--lora-push adapter: engines take no adapters on the MLPs"):
+    with pytest.raises(
+        ValueError,
+        match="--lora-push adapter: engines take no adapters on down_proj, gate_proj, up_proj of a qwen3_moe model",
+    ):
         adapter_push(config_of(lora_push="adapter"), QWEN3_30B)
     assert adapter_push(config_of(lora_push="adapter", **ATTENTION), QWEN3_30B) is not None

@@ -31,6 +31,7 @@ class Grouped(Attention):
     sinks: bool = False
     output_bias: bool = False
     rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3", "linear")
+    engine_adapters: ClassVar[frozenset[str]] = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"})
 
     def fields(self, shape: ModelShape) -> dict[str, object]:
         """Megatron's names of what the layers of this kind have."""
@@ -228,6 +229,9 @@ class Latent(Attention):
     needs_sequence_parallel: ClassVar[str] = "latent attention needs"
     may_share_prompts: ClassVar[bool] = False  # it makes rotary embeddings of its own, by the place in the row
     rope_types: ClassVar[tuple[str, ...]] = ("default", "yarn")
+    engine_adapters: ClassVar[frozenset[str]] = frozenset(
+        {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    )
 
     @property
     def dense_within(self) -> int | None:

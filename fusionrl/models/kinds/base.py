@@ -87,6 +87,8 @@ class Kind(BaseModel):
     kind: str
     # Why tensor parallelism needs sequence parallelism with it; "" where it does not.
     needs_sequence_parallel: ClassVar[str] = ""
+    # Modules of which SGLang has adapters, by their Hugging Face names.
+    engine_adapters: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:

@@ -39,6 +39,8 @@ def stacked_mlp(to: str, of: str, hidden: int, ffn: int, expert: int, count: int
 class Dense(Mlp):
     """A gated MLP; its width is the shape's."""
 
+    engine_adapters: ClassVar[frozenset[str]] = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
+
     kind: Literal["dense"] = "dense"
 
     def rules(self, shape: ModelShape, number: int, names: Names) -> Iterator[Rule]:
