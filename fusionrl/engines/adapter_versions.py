@@ -61,9 +61,8 @@ class AdapterVersions:
             return self.current.get(name)
         if name in self.version_of:
             return name
-        raise ValueError(
-            f"lora_path {name!r}: the engine has no such adapter; known are {', '.join((*self.names, BASE))}"
-        )
+        known = ", ".join((*self.names, BASE))
+        raise ValueError(f"lora_path {name!r}: the engine has no such adapter; known are {known}")
 
     def default(self, request_id: object) -> str:
         """Return the name of a request that has none.

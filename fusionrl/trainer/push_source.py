@@ -74,10 +74,9 @@ class PushSource(AdapterTrainer):
             return new_send_report()
         if self.plan.transport == "disk":
             write_files(self._disk_folder, version, adapters)
-        sent = send_files(adapters, targets, version, timeout_s)
-        if not self.config.weights.update_weight_disk_keep_files:
-            drop_files(self._disk_folder, version)
-        return sent
+            if not self.config.weights.update_weight_disk_keep_files:
+                drop_files(self._disk_folder, version)
+        return send_files(adapters, targets, version, timeout_s)
 
     @phase("write weights")
     def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
