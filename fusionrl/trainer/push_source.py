@@ -104,7 +104,9 @@ class PushSource(AdapterTrainer):
         from fusionrl.weights.remote_calls import MergeSums
 
         # A draft model has further layers in other tensors; a stale one is slow and never wrong.
-        exporter = replace(self._exporter(self.shape.trunk), merge_sums=MergeSums())  # these are no push's
+        exporter = replace(
+            self._exporter(self.shape.trunk), merge_sums=MergeSums()
+        )  # these sums do not belong to a push
         tensors = held(exporter.full(), self.plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
         whole_tower = bool(self.config.passthrough.sglang.get("mm_enable_dp_encoder"))

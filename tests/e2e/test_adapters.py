@@ -21,7 +21,7 @@ LONG_ANSWERS = ["--rollout-max-response-len", "72", "--admission-lead", "2", "--
 
 
 def test_answers_finish_under_the_version_that_they_began_with(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
-    """With answers under way at pushes, and an engine that dies and comes back; every token is of its version."""
+    """With answers under way at pushes, and an engine that dies and comes back; every token has its version's log-prob."""
     folder = tmp_path / "run"
     flags = [*rl_flags, *LORA, *LONG_ANSWERS, "--pipeline", "async-partial", "--run-dir", str(folder)]
     flags += ["--num-rollout", str(NUM_STEPS), "--save-interval", "1", "--verify-weights", "always"]
@@ -46,14 +46,12 @@ def test_answers_finish_under_the_version_that_they_began_with(rl_flags: list[st
     samples, versions = saved_samples(folder), checkpoint_versions(folder, task / "model")
     found = rescore(samples, versions, max_staleness=BOUND)
     assert found.told() == [] and found.samples == len(samples) == 32 * NUM_STEPS and found.stale_tokens > 0
-    # Only answers that a dead engine had begun go on under another version.
+    # Only answers that the dead engine left unfinished continue under another version.
     assert found.spanning <= 8
 
 
-def test_sft_then_rl_on_its_adapter_then_a_run_of_what_is_merged(
-    rl_flags: list[str], task: Path, tmp_path: Path
-) -> None:
-    """The modes with adapters: sft, rl from a PEFT folder with evaluation and two ranks an engine, reject-sampling."""
+def test_rl_continues_with_the_adapter_of_an_sft(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
+    """From a PEFT folder and into one; with an evaluation, two ranks an engine, and versions on a disk."""
     sft = ["--mode", "sft", "--device", "cpu", "--lr", "1e-2", "--input-key", "messages", "--no-save", *LORA]
     run(
         [*sft, "--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "sft.jsonl"), "--rollout-shuffle"]

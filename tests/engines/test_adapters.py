@@ -176,10 +176,10 @@ def _wait_running(served: Served, count: int) -> None:
 
 
 def test_a_push_waits_for_room(two: Served) -> None:
-    """Requests of older versions take all slots; when they have ended, or are aborted, a load goes on."""
+    """Requests of older versions take all slots; when they have ended, or are aborted, a load continues."""
     with ThreadPoolExecutor(5) as pool:
         asked = []
-        for version in (5, 6, 7, 8):  # beside that of the test before
+        for version in (5, 6, 7, 8):  # version 4 is still loaded
             asked.append(pool.submit(two.ask, 1500, input_ids=PROMPTS[0], lora_path="policy"))
             _wait_running(two, len(asked))
             two.push(version, "policy")
