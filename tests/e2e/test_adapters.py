@@ -21,7 +21,7 @@ LONG_ANSWERS = ["--rollout-max-response-len", "72", "--admission-lead", "2", "--
 
 
 def test_answers_finish_under_the_version_that_they_began_with(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
-    """With answers under way at pushes, and an engine that dies and comes back; every token has its version's log-prob."""
+    """With answers under way at pushes, and an engine that dies and comes back; each token is its version's."""
     folder = tmp_path / "run"
     flags = [*rl_flags, *LORA, *LONG_ANSWERS, "--pipeline", "async-partial", "--run-dir", str(folder)]
     flags += ["--num-rollout", str(NUM_STEPS), "--save-interval", "1", "--verify-weights", "always"]
