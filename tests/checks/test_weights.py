@@ -80,6 +80,7 @@ def test_a_model_that_is_fine(folders: Folders, family: str, tmp_path: Path) -> 
 def test_files_that_save_hf_will_read_are_there_before_the_start(folders: Folders, tmp_path: Path) -> None:
     """Trainers load a Megatron checkpoint, and saving takes what is not trained from the folder, if it has weights."""
     values: dict[str, Any] = {"mode": "sft", "megatron_checkpoint": str(tmp_path), "save_hf": str(tmp_path / "out")}
+    (tmp_path / ".metadata").touch()
     for family, needs_files in (("deepseek_v3", True), ("llama", False)):
         folder = shard(folders(family, False), tmp_path / family)
         (folder / "tokenizer.json").write_text("{}")

@@ -7,6 +7,7 @@ import base64
 import importlib.util
 import io
 import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -180,7 +181,8 @@ def serve(tmp_path: Path, forked_engines: None) -> Iterator[Any]:
 
 def busy_one(engines: Sequence[EngineActor]) -> EngineActor:
     """Return the engine that has a request. Its scheduler says so once it starts."""
-    for _ in range(100):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         for engine in engines:
             (load,) = call("GET", f"{engine.url}/v1/loads?include=core", api_key=KEY, timeout_s=10.0)["loads"]
             if load["num_running_reqs"]:

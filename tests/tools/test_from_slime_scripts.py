@@ -14,7 +14,7 @@ PYTHON = "import slime.utils.external_utils.command_utils as U\nU.execute_train(
 def test_files_of_two_checkouts(tmp_path: Path, command: Command) -> None:
     for place, text in {
         "one/run.sh": f"{LAUNCH} --judge-url http://x\n",
-        "one/lora.sh": f"{LAUNCH} --lora-rank 8 --lr $LR\n",
+        "one/lora.sh": f"{LAUNCH} --experts-shared-outer-loras --lr $LR\n",
         "one/open.sh": f'{LAUNCH} "\n',
         "one/kill.sh": "pkill -f train.py\n",
         "one/notes.py": "# python train.py\n",
@@ -33,8 +33,8 @@ def test_files_of_two_checkouts(tmp_path: Path, command: Command) -> None:
     refused = [f"refused {file}" for file in ("one/lora.sh", "one/open.sh", "two/fails.py")]
     assert judged == [*refused[:2], "parses  one/run.sh", refused[2], "parses  two/launch.py"]
     assert "         custom: --judge-url" in lines
-    (reason,) = [line for line in lines if line.startswith("         --lora-rank 8: ")]
-    assert "adapters" in reason and not any("$LR" in line or "${LR}" in line for line in lines)
+    (reason,) = [line for line in lines if line.startswith("         --experts-shared-outer-loras: ")]
+    assert "each expert has an A" in reason and not any("$LR" in line or "${LR}" in line for line in lines)
     assert any("unexpected EOF" in line for line in lines) and any("ZeroDivisionError" in line for line in lines)
     assert lines[-1].startswith("all: 2 of 5 files parse, 1 of them with flags of their own")
 

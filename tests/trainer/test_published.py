@@ -118,4 +118,4 @@ def _plan(actor: Any) -> None:
     """What the process of a trainer gives to its rank."""
     from types import SimpleNamespace
 
-    actor.plan = SimpleNamespace(rollout_dtype="fp32", quantization=None, pushed_shape=actor.shape)
+    actor.plan = SimpleNamespace(rollout_dtype="fp32", quantization=None, pushed_shape=actor.shape, lora_push=None)
