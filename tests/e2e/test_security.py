@@ -84,9 +84,8 @@ def _holders(pids: set[int], secret: str) -> dict[str, list[str]]:
 
 def _paths(folder: Path) -> list[Path]:
     """List what is in a run's folder, without a save that was cut: the guard removes it after the run."""
-    return [
-        Path(place, name) for place, *names in os.walk(folder) if ".writing" not in place for name in sum(names, [])
-    ]
+    places = [(place, *folders, *files) for place, folders, files in os.walk(folder) if ".writing" not in place]
+    return [Path(place, name) for place, *names in places for name in names if not name.startswith(".writing")]
 
 
 def _files_with(folder: Path, secrets: dict[str, str]) -> list[str]:
