@@ -2,7 +2,7 @@
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.run_parts import changes_weights, needs_reference
+from fusionrl.config.run_parts import changes_weights, needs_reference, uses_engines
 from fusionrl.models.adapters import ALL_LINEAR, has_stacks
 from fusionrl.models.peft_config import read_peft
 from fusionrl.models.shape import ModelShape
@@ -19,7 +19,6 @@ _BYPASSING = (
 _MOVING = ("moe_router_bias_update_rate", "qk_clip")
 _FREEZING = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
 _OF_MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "linear_fc1", "linear_fc2")
-_MERGE = "merge the adapter into its base (`fusionrl export --merge`) and give the result as --hf-checkpoint"
 
 
 def adapter_errors(config: Config) -> list[str]:
@@ -27,12 +26,14 @@ def adapter_errors(config: Config) -> list[str]:
     rank = config.lora.lora_rank
     if not rank:
         return []
-    if not changes_weights(config):
-        return [f"--lora-rank {rank}: nothing is trained in --mode {config.run.mode}; {_MERGE}"]
     conflicts = [*_conflicts(config), *(_conflicts_of_several(config) if len(adapter_folders(config)) > 1 else [])]
     errors = [
         f"{flag} with --lora-rank {rank}: {reason}; leave one out" for applies, flag, reason in conflicts if applies
     ]
+    if uses_engines(config) and not changes_weights(config):
+        for name in (name for name, folder in adapter_folders(config).items() if folder is None):
+            cure = f"--lora-adapters {name}=FOLDER" if config.lora.lora_adapters else "--lora-adapter-path"
+            errors.append(f"--lora-rank {rank}: nothing is trained, and no folder has the adapter {name}; give {cure}")
     reference = config.model.ref_load
     if reference not in (None, config.model.hf_checkpoint) and needs_reference(config.algorithm):
         cure = "leave it out, or give the folder as --hf-checkpoint too"

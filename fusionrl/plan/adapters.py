@@ -18,12 +18,14 @@ from fusionrl.plan.pipeline_knobs import keeps_groups_in_flight
 AdapterPush = Literal["adapter", "merged"]
 _OLDER_IN_FLIGHT = 3  # versions of running requests where a rollout function never lets its groups end
 
+_MERGE = "merge the adapter into its base (`fusionrl export --merge`) and give the result as --hf-checkpoint"
+
 POLICY = "policy"
 """Name of the only adapter, where --lora-adapters names none."""
 
 
 def adapters_of(config: Config, shape: ModelShape) -> AdapterSpec | None:
-    """Return the adapters that are trained; None: the weights are.
+    """Return the adapters that are trained, or that engines serve as they are; None: the weights.
 
     Raises ValueError as `checked_spec`.
     """
@@ -54,7 +56,7 @@ def adapted_of(config: Config, shape: ModelShape) -> Adapted | None:
 
 
 def adapter_folders(config: Config) -> dict[str, str | None]:
-    """Return the name of each adapter that is trained → the PEFT folder that it starts from; {} without adapters."""
+    """Return the name of each adapter → the PEFT folder that it starts from; {} without adapters."""
     lora = config.lora
     if not lora.lora_rank:
         return {}
@@ -69,7 +71,7 @@ def only_folder(config: Config) -> str | None:
 
 
 def adapter_names(config: Config) -> tuple[str, ...]:
-    """Return the names of the adapters that are trained."""
+    """Return the names of the adapters."""
     return tuple(adapter_folders(config))
 
 
@@ -78,18 +80,21 @@ def has_several_adapters(config: Config) -> bool:
 
 
 def adapter_push(config: Config, shape: ModelShape) -> tuple[AdapterPush, str] | None:
-    """Return what engines get of a run with adapters, and why in words; None: no adapters, or no push.
+    """Return what engines get of a run with adapters, and why in words; None: no adapters, or no engines.
 
     Raises:
-        ValueError: --lora-push adapter, or several adapters, which these engines cannot take.
+        ValueError: --lora-push adapter, several adapters, or those of a run without trainers, which these engines
+            cannot take.
     """
     spec = adapters_of(config, shape)
-    if spec is None or not (uses_trainers(config) and uses_engines(config)):
+    if spec is None or not uses_engines(config):
         return None
-    asked = config.lora.lora_push
+    asked = config.lora.lora_push if uses_trainers(config) else "auto"
     reason = "--lora-push merged" if asked == "merged" else next(_merge_reasons(config, shape, spec), None)
     if reason is None:
         return "adapter", "engines add it to each product, and no request waits for a push"
+    if not uses_trainers(config):
+        raise ValueError(f"--lora-rank {spec.rank}: no trainer merges the adapter, and {reason}; {_MERGE}")
     if has_several_adapters(config):
         raise ValueError(f"--lora-adapters: requests name one of several, and merged weights have none: {reason}")
     if asked == "adapter":
@@ -132,5 +137,5 @@ def adapter_slots(config: Config, knobs: Knobs | None) -> int:
     A request keeps the version that it began with, so those in flight have as many as --max-staleness lets them.
     """
     num_older = _OLDER_IN_FLIGHT if keeps_groups_in_flight(config) else 1
-    num_versions = 1 + (num_older if knobs is None else 1 + knobs.max_staleness)
+    num_versions = 1 + (num_older if knobs is None else 1 + knobs.max_staleness) if uses_trainers(config) else 1
     return len(adapter_folders(config)) * num_versions + 1

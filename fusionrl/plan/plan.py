@@ -57,7 +57,7 @@ class Plan:
     eval_bundles: tuple[tuple[int, ...], ...] = ()  # the same of engines that evaluate alone, numbered after the others
     groups: tuple[EngineGroup, ...] = ()  # of --engine-group, in the order of their engines
     quantization: BlockFp8 | None = None  # of the engines' weights
-    lora_push: AdapterPush | None = None  # None: no adapters are pushed
+    lora_push: AdapterPush | None = None  # None: no engine gets adapters
     drafts: bool = False  # engines speculate with the model's layers of multi-token prediction
     memory: MemoryReport | None = None
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
@@ -270,13 +270,13 @@ def plan_errors(
             layout_errors += mtp_errors(config, layout, shape)
             layout_errors += [] if layout_errors else vision_errors(config, layout, shape)
             errors += layout_errors
-            adapter_push(config, shape)
             if not layout_errors:
                 _check_saved(config, layout, shape)
     except ValueError as error:
         errors.append(str(error))
     pieces: list[Callable[[], object]] = [
         lambda: _auxiliary(config, shape, "cpu", 0) if shape and layout else None,
+        lambda: adapter_push(config, shape) if shape else None,
         lambda: engine_sizes(config),
         lambda: plan_scorers(config, 0),
         lambda: place_evaluation(config, 0),

@@ -8,6 +8,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
+from fusionrl.config.run_parts import changes_weights
 from fusionrl.models.adapters import num_adapter_parameters
 from fusionrl.models.families import model_rules
 from fusionrl.plan.adapters import adapter_folders, adapter_push, adapters_of, target_modules
@@ -100,14 +101,18 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
 def _adapters(plan: Plan, config: Config) -> list[str]:
     """Lines about adapters: what is trained, what that saves of full training, what is pushed and why."""
     spec = adapters_of(config, plan.shape)
-    if spec is None or plan.layout is None:
+    if spec is None or (plan.layout is None and plan.lora_push is None):
         return []
+    head = f"adapters   rank {spec.rank} on {', '.join(sorted(target_modules(plan.shape, spec)))}:"
+    if not changes_weights(config):
+        folders = ", ".join(f"{name} of {folder}" for name, folder in adapter_folders(config).items())
+        return [f"{head} engines get {folders}{' added to the weights' * (plan.lora_push == 'merged')}"]
     count, names = num_adapter_parameters(plan.shape, spec), list(adapter_folders(config))
     others = f" for each of {', '.join(names)}" if len(names) > 1 else ""
     own, full = training_bytes(plan, config, spec), training_bytes(plan, config, None)
     lines = [
-        f"adapters   rank {spec.rank} on {', '.join(sorted(target_modules(plan.shape, spec)))}:"
-        f" {count / 1e6:.2f} M parameters are trained{others}, {count / plan.shape.num_parameters:.2%} of the model's",
+        f"{head} {count / 1e6:.2f} M parameters are trained{others}, {count / plan.shape.num_parameters:.2%} of the"
+        " model's",
         f"           a rank has {gib(own.optimizer)} GiB of optimizer, {own.optimizer / full.optimizer:.2%} of full"
         f" training's {gib(full.optimizer)}, and {gib(full.gradients - own.gradients)} GiB of gradients less",
     ]

@@ -118,6 +118,7 @@ class Actors:
         self._say("starting " + ", ".join(self._parts()))
         launcher, check_stop = self._launcher, self._stop.check
         facts = start_all(self._plan, launcher, self.engines, self.trainers, self.buffer, check_stop)
+        self.weights.load_adapters()
         if not self._in_process and not self._plan.has_pairs:
             self.external_engines.start(self.engines.router, self._external_addresses)
         if not launcher.is_alone:

@@ -8,11 +8,12 @@ from pathlib import Path
 import ray
 
 from fusionrl.config.config import Config
-from fusionrl.plan.adapters import adapter_names, has_several_adapters
+from fusionrl.plan.adapters import adapter_folders, adapter_names, adapters_of, has_several_adapters
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
 from fusionrl.runtime.engine_pool import CACHES, EnginePool
+from fusionrl.runtime.engine_specs import TORCH_DTYPES
 from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.ray_cluster import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
@@ -100,7 +101,24 @@ class WeightSync:
             self.push(self.version)
         else:
             self._engines.finish_starts()
+            self.load_adapters()
             self._engines.join()
+
+    def load_adapters(self) -> None:
+        """Without trainers: let engines that are new load the adapters out of their folders, as version 0."""
+        if self._plan.layout is not None or self._plan.lora_push != "adapter":
+            return
+        from fusionrl.weights.adapters import folder_files, send_files  # with torch
+
+        spec, dtype = adapters_of(self._config, self._plan.shape), TORCH_DTYPES[self._plan.rollout_dtype]
+        assert spec is not None, "the run has adapters"
+        files = {
+            name: folder_files(str(folder), spec, self._plan.shape, dtype)
+            for name, folder in adapter_folders(self._config).items()
+        }
+        lacking = self._lacking(self._engines.targets())
+        send_files(files, list(lacking.values()), self.version, self._config.weights.update_weight_timeout_s)
+        self._have_base |= lacking.keys()
 
     def _plan_push(self) -> None:
         self._targets = self._engines.targets()
@@ -151,14 +169,18 @@ class WeightSync:
         """Push what has changed: weights, or adapters, before which an engine gets the weights once."""
         if self._plan.lora_push != "adapter":
             return self._transfer_weights(version, targets)
-        processes = {(target.index, target.num_restarts): target for target in targets}
-        lacking = [target for process, target in processes.items() if process not in self._have_base]
-        metrics = self._transfer_weights(version, lacking) if lacking else {}
-        self._have_base |= processes.keys()
+        lacking = self._lacking(targets)
+        metrics = self._transfer_weights(version, list(lacking.values())) if lacking else {}
+        self._have_base |= lacking.keys()
         timeout_s = self._config.weights.update_weight_timeout_s
         adapters = push_adapters(self._trainers.actors, targets, version=version, timeout_s=timeout_s)
         added = ("perf/time_sync_s", "sync/prepare_s", "sync/pause_s", "sync/bytes", "sync/calls")
         return metrics | adapters | {name: metrics.get(name, 0.0) + adapters[name] for name in added}
+
+    def _lacking(self, targets: list[EngineTarget]) -> dict[tuple[int, int], EngineTarget]:
+        """Return the engines whose process has no weights of this run yet: process → engine."""
+        processes = {(target.index, target.num_restarts): target for target in targets}
+        return {process: target for process, target in processes.items() if process not in self._have_base}
 
     def _transfer_weights(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport

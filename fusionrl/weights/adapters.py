@@ -17,7 +17,8 @@ from torch import Tensor
 from fusionrl.engines.engine import Files
 from fusionrl.models.adapters import AdapterSpec, peft_module, peft_sizes
 from fusionrl.models.families import hf_shapes
-from fusionrl.models.peft_config import CONFIG, WEIGHTS, peft_config
+from fusionrl.models.peft_config import CONFIG, WEIGHTS, peft_config, read_peft
+from fusionrl.models.peft_folder import PeftReader
 from fusionrl.models.rules import Sizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.push import EngineTarget
@@ -38,6 +39,14 @@ def engine_files(tensors: Iterable[tuple[str, Tensor]], spec: AdapterSpec, shape
     named |= {name: torch.zeros(sizes, dtype=DTYPES[dtype]) for name, sizes in _missing(spec, shape).items()}
     both = (CONFIG, _config(spec, shape)), (WEIGHTS, save(named))
     return {name: np.frombuffer(data, np.uint8) for name, data in both}
+
+
+def folder_files(folder: str, spec: AdapterSpec, shape: ModelShape, dtype: str) -> Files:
+    """Return the same of a PEFT folder, whose adapter is of `spec`. Raises ValueError as `read_peft`."""
+    read = PeftReader(read_peft(folder, shape)).get
+    return engine_files(
+        ((name, read(name, sizes)) for name, sizes in peft_sizes(shape, spec).items()), spec, shape, dtype
+    )
 
 
 @lru_cache(maxsize=2)

@@ -1,6 +1,7 @@
 """What does not go with adapters is refused by name, and what the literature advises against is warned of."""
 
 import re
+from unittest.mock import ANY
 
 import pytest
 
@@ -9,6 +10,7 @@ from fusionrl.checks.validate import validate_flags
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.models.shape import shape_from_hf_config
+from fusionrl.plan.adapters import adapter_push, adapter_slots
 from fusionrl.plan.plan import plan_errors
 from tests.plan.shapes import SMALL
 
@@ -39,8 +41,9 @@ def config_of(*flags: str) -> Config:
         ("--lora-adapters a b --advantage-estimator ppo", "--advantage-estimator ppo with --lora-rank 8: one critic"),
         ("--lora-adapters a b --optimizer-cpu-offload", "--optimizer-cpu-offload with --lora-rank 8"),
         ("--lora-adapters a b --lora-adapter-path x", "--lora-adapter-path with --lora-rank 8: --lora-adapters names"),
-        ("--mode eval", "--lora-rank 8: nothing is trained in --mode eval; merge the adapter"),
-        ("--mode reject-sampling", "--lora-rank 8: nothing is trained in --mode reject-sampling; merge the adapter"),
+        ("--mode eval", "--lora-rank 8: nothing is trained, and no folder has the adapter policy; give --lora-adapter"),
+        ("--mode reject-sampling --lora-adapters a=x b", "--lora-rank 8: nothing is trained, and no folder has the"),
+        ("--debug-rollout-only", "--lora-rank 8: nothing is trained, and no folder has the adapter policy"),
     ],
 )
 def test_what_does_not_go_with_adapters(flags: str, error: str) -> None:
@@ -53,6 +56,20 @@ def test_what_goes_with_adapters() -> None:
     for flags in ("--use-kl-loss --ref-load model", "--advantage-estimator ppo", "--cuda-graph-impl none", delta):
         assert adapter_errors(config_of(*flags.split())) == []
     assert "without --lora-rank" in " ".join(validate_flags(Config.from_flat({"lora_dropout": 0.1}), SHAPE))
+
+
+def test_adapters_of_folders_are_served_without_trainers() -> None:
+    """Those that engines can take: the others are merged by trainers."""
+    for flags in ("--mode eval", "--mode reject-sampling --no-trainer", "--debug-rollout-only"):
+        config = config_of("--lora-adapters", "a=x", "b=y", "--lora-push", "merged", *flags.split())
+        assert adapter_errors(config) + adapter_warnings(config) == [] == plan_errors(config, 0, SHAPE)
+        assert adapter_push(config, SHAPE) == ("adapter", ANY) and adapter_slots(config, None) == 3
+        config = config_of("--lora-adapter-path", "x", "--sglang-speculative-algorithm", "NGRAM", *flags.split())
+        (error,) = plan_errors(config, 0, SHAPE)
+        assert error.startswith("--lora-rank 8: no trainer merges the adapter, and engines that speculate draft")
+        assert "`fusionrl export --merge`" in error
+    config = config_of("--mode", "reject-sampling", "--lora-adapter-path", "x", "--lora-push", "merged")
+    assert adapter_errors(config) == [] and adapter_push(config, SHAPE) == ("merged", "--lora-push merged")
 
 
 def test_other_kinds_of_adapters_are_refused_with_a_reason() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.launch import launch, metrics_of, run, train_steps, trained_prompts
 from tools.rescoring import checkpoint_versions, rescore, saved_samples
 
@@ -51,7 +52,10 @@ def test_answers_finish_under_the_version_that_they_began_with(rl_flags: list[st
 
 
 def test_rl_continues_with_the_adapter_of_an_sft(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
-    """From a PEFT folder and into one; with an evaluation, two ranks an engine, and versions on a disk."""
+    """From a PEFT folder and into one; with an evaluation, two ranks an engine, and versions on a disk.
+
+    Engines that load the folder evaluate it as the run did.
+    """
     sft = ["--mode", "sft", "--device", "cpu", "--lr", "1e-2", "--input-key", "messages", "--no-save", *LORA]
     run(
         [*sft, "--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "sft.jsonl"), "--rollout-shuffle"]
@@ -61,12 +65,13 @@ def test_rl_continues_with_the_adapter_of_an_sft(rl_flags: list[str], task: Path
     )
     losses = [row["train/loss"] for row in metrics_of(tmp_path / "sft") if "train/loss" in row]
     assert losses[-1] < 0.9 * losses[0]
+    flags = [*rl_flags, "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--eval-temperature", "0"]
+    flags += ["--eval-prompt-data", "sums", str(task / "eval.jsonl"), "--eval-input-key", "prompt", *LORA]
+    flags += ["--eval-label-key", "label"]
     run(
-        [*rl_flags, *LORA, "--lora-adapter-path", str(tmp_path / "adapter"), "--num-rollout", "2", "--no-save"]
-        + ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--update-weight-transport", "disk"]
-        + ["--eval-prompt-data", "sums", str(task / "eval.jsonl"), "--eval-interval", "2", "--eval-input-key", "prompt"]
-        + ["--eval-label-key", "label", "--run-dir", str(tmp_path / "rl"), "--verify-weights", "always"]
-        + ["--save-hf", str(tmp_path / "trained")],
+        [*flags, "--lora-adapter-path", str(tmp_path / "adapter"), "--num-rollout", "2", "--no-save"]
+        + ["--eval-interval", "2", "--update-weight-transport", "disk", "--verify-weights", "always"]
+        + ["--run-dir", str(tmp_path / "rl"), "--save-hf", str(tmp_path / "trained")],
         tmp_path,
     )
     rows = metrics_of(tmp_path / "rl")
@@ -75,3 +80,12 @@ def test_rl_continues_with_the_adapter_of_an_sft(rl_flags: list[str], task: Path
     assert [row["step"] for row in rows if "eval/sums/reward" in row] == [0, 2]
     config = json.loads((tmp_path / "trained" / "adapter_config.json").read_text())
     assert config["r"] == 2 and config["lora_alpha"] == 8
+    served = ["--mode", "eval", "--lora-adapter-path", str(tmp_path / "trained"), "--run-dir", str(tmp_path / "eval")]
+    run([*flags, *served], tmp_path)
+    found, trained = (_answers(tmp_path / folder, step) for folder, step in (("eval", 0), ("rl", 2)))
+    assert found == trained != _answers(tmp_path / "rl", 0)
+
+
+def _answers(folder: Path, step: int) -> list[str]:
+    (file,) = (one for one in list_rollouts(folder) if one.kind == "eval-sums" and one.step == step)
+    return [row["response"] for row in file.rows()]

@@ -10,11 +10,13 @@ from unittest.mock import Mock
 import pytest
 
 from fusionrl.config.config import Config
+from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget
 from fusionrl.runtime import run_actors, weight_sync
 from fusionrl.runtime.run_actors import start_all
 from fusionrl.runtime.weight_sync import WeightSync
+from tests.plan.shapes import SMALL
 from tests.plan.test_plan import plan as make_plan
 from tools.threaded import Threaded
 
@@ -94,6 +96,24 @@ def test_an_engine_gets_the_weights_once_and_then_adapters_alone(calls: Any, mon
     assert found == [107.0, 7.0, 107.0]
     assert [name for name, _ in calls] == ["weights", "adapters", "adapters", "weights", "adapters"]
     assert calls[3][1] == [targets[1]] and calls[4][1] == [0, 1]
+
+
+def test_without_trainers_each_process_of_an_engine_loads_the_folders_once(monkeypatch: Any) -> None:
+    """Also one that replaces a dead one, before requests reach it."""
+    found: list[object] = []
+    monkeypatch.setattr("fusionrl.weights.adapters.folder_files", lambda folder, *_: folder)
+    monkeypatch.setattr("fusionrl.weights.adapters.send_files", lambda *sent: found.append(sent[:3]))
+    targets = targets_of(0, 1)
+    engines = {"targets": lambda: targets, "num_out": 1, "finish_starts": lambda: None}
+    engines |= {"join": lambda: found.append("join")}
+    sync = sync_of(2, engines, lora_push="adapter", layout=None, shape=shape_from_hf_config(SMALL))
+    sync._config = Config.from_flat({"lora_rank": 2, "lora_adapters": ["a=x", "b=y"], "mode": "eval"})
+    sync._trainers = []  # type: ignore[assignment]
+    sync.load_adapters()
+    targets = [targets[0], replace(targets[1], num_restarts=1)]
+    sync.restore_engines()
+    files = {"a": "x", "b": "y"}
+    assert found == [(files, targets_of(0, 1), 0), (files, [targets[1]], 0), "join"]
 
 
 RECOVERING: dict[str, Any] = {

@@ -7,10 +7,11 @@ from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from fusionrl.config import scopes
-from fusionrl.config.groups.base import Group, acting, of_training
+from fusionrl.config.groups.base import Group, acting, always
 
 BASE = "base"  # what requests call the model without an adapter
-of_adapters = acting(scopes.TRAINS, scopes.LORA)
+of_adapters = acting(scopes.LORA)
+of_trained_adapters = acting(scopes.TRAINS, scopes.LORA)
 # Of PEFT's init_lora_weights, and of its other kinds of adapters.
 _REFUSED = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "dora", "vera", "adalora")
 
@@ -18,26 +19,30 @@ _REFUSED = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "dora", "vera"
 class LoraGroup(Group):
     """Adapters (LoRA)"""
 
-    lora_rank: int = of_training(
+    lora_rank: int = always(
         0, "Rank of low-rank adapters, which are trained while the weights stay; 0: all weights are trained.", ge=0
     )
     lora_alpha: float = of_adapters(32.0, "What an adapter adds is multiplied by this number / --lora-rank.", gt=0)
     lora_use_rslora: bool = of_adapters(False, "Multiply by --lora-alpha / sqrt(--lora-rank) instead (rsLoRA).")
-    lora_dropout: float = of_adapters(0.0, "Dropout of an adapter's input while training.", ge=0, lt=1)
+    lora_dropout: float = of_trained_adapters(0.0, "Dropout of an adapter's input while training.", ge=0, lt=1)
     target_modules: list[str] = of_adapters(
         ["all-linear"],
         "Modules that get an adapter, by Hugging Face's names (q_proj) or Megatron's (linear_qkv); all-linear: each"
         " linear layer of the decoder.",
     )
     exclude_modules: list[str] = of_adapters([], "Modules that get none, by the same names.")
-    lora_adapter_path: str | None = of_adapters(None, "PEFT folder with the adapter to start from.")
+    lora_adapter_path: str | None = of_adapters(
+        None, "PEFT folder with the adapter to start from; where nothing is trained, to serve."
+    )
     lora_adapters: list[str] = of_adapters(
         [],
         "Several adapters of this rank on one model, NAME or NAME=FOLDER (a PEFT folder to start from): each row of the"
         " data names its own, and each has its optimizer (docs/guides/adapters.md).",
     )
     adapter_key: str = of_adapters("adapter", "Column, or key of the metadata, that names the adapter of a row.")
-    lora_init: Literal["kaiming"] = of_adapters("kaiming", "Initial values: A uniform as PEFT's default, B zero.")
+    lora_init: Literal["kaiming"] = of_trained_adapters(
+        "kaiming", "Initial values: A uniform as PEFT's default, B zero."
+    )
     lora_push: Literal["auto", "adapter", "merged"] = acting(scopes.PUSHES, scopes.LORA)(
         "auto",
         "What engines get: the adapter under a name of its version, without a pause, or weights with the adapter added"
