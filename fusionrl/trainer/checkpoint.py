@@ -174,8 +174,13 @@ class Saving:
 
         Raises OSError on every rank if one cannot write; what was at the path is then as it was.
         """
-        if self.earlier is not None:
-            self.earlier.finish()
+        try:
+            if self.earlier is not None:
+                self.earlier.finish()
+        finally:  # nothing is being written at its end, even if an earlier one has failed
+            self._finish()
+
+    def _finish(self) -> None:
         try:
             self._files.finish()
             with failing_together():

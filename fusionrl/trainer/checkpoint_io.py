@@ -14,13 +14,13 @@ import math
 import mmap
 import os
 import queue
-import select
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     # Megatron's: the file, its key, and what it gets.
     Bucket: TypeAlias = "tuple[str | Path, str, tuple[Bytes, list[tuple[WriteItem, torch.Tensor]]]]"
     SharedBucket: TypeAlias = "tuple[str | Path, str, tuple[Bytes, list[tuple[WriteItem, _Stored]]]]"
+    _Request: TypeAlias = "tuple[int, int, list[object], list[SharedBucket]]"  # what `_write_shared` takes
     Report: TypeAlias = "list[WriteResult] | Exception"  # of one bucket
 
 _ALIGNMENT = 64
@@ -150,8 +151,8 @@ def _view(memory: mmap.mmap, place: _Stored) -> torch.Tensor:
 class WriterProcess:
     """A process that writes what `submit` hands it, one save at a time, and ends with this one.
 
-    Raises (by every method):
-        OSError: the process is gone, or a file could not be written.
+    At both ends a thread reads at all times, so that neither waits for the other: a message of a large model is more
+    than a socket takes.
     """
 
     def __init__(self) -> None:
@@ -163,9 +164,14 @@ class WriterProcess:
                 stdin=subprocess.DEVNULL,
                 env=child_environment("checkpoint-writer"),
             )
+        self._awaited: queue.SimpleQueue[Future[Written[Report]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._take_answers, daemon=True).start()
 
-    def submit(self, transforms: list[object], buckets: list[Bucket]) -> None:
-        """Copy the buckets' memory and let them be written; returns when the copy is made."""
+    def submit(self, transforms: list[object], buckets: list[Bucket]) -> Future[Written[Report]]:
+        """Copy the buckets' memory and let them be written; returns when the copy is made.
+
+        Raises OSError, now or by the result, if the process is gone or a file could not be written.
+        """
         descriptor, size, shared = _share(buckets)
         try:
             socket.send_fds(self._socket, [b"m"], [descriptor])
@@ -174,22 +180,20 @@ class WriterProcess:
             raise OSError(f"the process that writes checkpoints is gone ({self._end()})") from error
         finally:
             os.close(descriptor)
+        answer: Future[Written[Report]] = Future()
+        self._awaited.put(answer)
+        return answer
 
-    def is_done(self) -> bool:
-        """Return whether everything that was submitted is written, or will never be."""
-        poll = select.poll()  # select() takes no descriptor above 1023, which a rank with many groups has
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def result(self) -> Written[Report]:
-        """Wait for what was submitted."""
-        try:
-            outcome = receive(self._socket)
-        except (OSError, EOFError) as error:
-            raise OSError(f"the process that writes checkpoints is gone ({self._end()})") from error
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def _take_answers(self) -> None:
+        for awaited in iter(self._awaited.get, None):
+            try:
+                outcome = receive(self._socket)
+            except (OSError, EOFError):
+                outcome = OSError(f"the process that writes checkpoints is gone ({self._end()})")
+            if isinstance(outcome, Exception):
+                awaited.set_exception(outcome)
+            else:
+                awaited.set_result(outcome)
 
     def _end(self) -> str:
         try:
@@ -199,9 +203,10 @@ class WriterProcess:
 
     def close(self) -> None:
         """End the process; what is being written is not waited for."""
-        self._socket.close()
         self._process.kill()
         self._process.wait()
+        self._awaited.put(None)
+        self._socket.close()
 
 
 def _serve(connection: socket.socket) -> None:
@@ -209,12 +214,21 @@ def _serve(connection: socket.socket) -> None:
     cpu_wing.prepare_megatron()
     import megatron.core.dist_checkpointing  # noqa: F401 (takes seconds; now, and not at the first save)
 
-    with suppress(ConnectionError, EOFError):  # the trainer is gone
-        while True:
-            mark, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-            if not mark:
-                return
-            connection.sendall(frame(_write_shared(descriptors[0], *receive(connection))))
+    requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
+    with suppress(ConnectionError):  # the trainer is gone
+        for request in iter(requests.get, None):
+            connection.sendall(frame(_write_shared(*request)))
+
+
+def _read_requests(connection: socket.socket, requests: queue.SimpleQueue[_Request | None]) -> None:
+    """Queue the trainer's requests, and None at the end."""
+    try:
+        with suppress(ConnectionError, EOFError):
+            while (message := socket.recv_fds(connection, 1, 1))[0]:
+                requests.put((message[1][0], *receive(connection)))
+    finally:
+        requests.put(None)
 
 
 def _write_shared(
@@ -244,7 +258,8 @@ class PendingFiles:
     def __init__(
         self, request: AsyncRequest, results: queue.Queue[dict[int, Report]], writer: WriterProcess | None
     ) -> None:
-        self._request, self._results, self._writer = request, results, None
+        self._request, self._results = request, results
+        self._answer: Future[Written[Report]] | None = None
         self._written: Written[Report] = Written()
         self.files: Facts = {}
         """Sizes and hashes of all ranks' files, once `finish` has returned."""
@@ -256,22 +271,21 @@ class PendingFiles:
             if writer is None:
                 self._written = write_buckets(transforms, request.preload_fn())
             else:
-                writer.submit(transforms, request.async_fn_args[1])
-                self._writer = writer
+                self._answer = writer.submit(transforms, request.async_fn_args[1])
         except OSError as error:  # said by `finish`, on all ranks: the others would wait for this one
             self._error = error
 
     def is_done(self) -> bool:
         """Return whether `finish` would not wait for this rank."""
-        return self._writer is None or self._writer.is_done()
+        return self._answer is None or self._answer.done()
 
     def finish(self) -> None:
         """Wait for all ranks' files and write what describes them. Raises OSError on every rank if one cannot write."""
         with failing_together():
             if self._error is not None:
                 raise self._error
-            if self._writer is not None:
-                self._written = self._writer.result()
+            if self._answer is not None:
+                self._written = self._answer.result()
         if self._request.async_fn is not None:
             self._results.put(self._written.reports)
         for files in gathered(self._written.files):

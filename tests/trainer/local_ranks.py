@@ -47,7 +47,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
     trainers: dict[str | None, Any] = {None: PolicyTrainer, "critic": CriticTrainer, "prm": ProcessRewardTrainer}
     gc.freeze()  # each actor's end collects garbage; what was imported is none
     _Groups()
-    end_writer = _share_writer()
+    _share_writer()
     actor = None
     while True:
         command, args = connection.recv()
@@ -56,8 +56,6 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
                 return
             if command == "start":
                 if actor is not None:
-                    if actor._writer is not None and actor._saving is not None:
-                        end_writer(actor._writer)  # its answer would be taken for that of the next save
                     actor.shutdown()
                 config, plan, rank, address, port, role = args
                 actor = trainers[role](config, plan, rank, "unused")
@@ -107,14 +105,11 @@ class _Groups:
         self._layouts[layout] = self._groups()
 
 
-def _share_writer() -> Callable[[Any], None]:
-    """Give a rank's actors one process that writes checkpoints, whose imports take seconds, until it dies.
-
-    Returns the method that really ends it.
-    """
+def _share_writer() -> None:
+    """Give a rank's actors one process that writes checkpoints, whose imports take seconds, until it dies."""
     from fusionrl.trainer.checkpoint_io import WriterProcess
 
-    start, end, started = WriterProcess.__init__, WriterProcess.close, []
+    start, started = WriterProcess.__init__, []
 
     def share(self: WriterProcess) -> None:
         if not started or started[-1]._process.poll() is not None:
@@ -123,7 +118,6 @@ def _share_writer() -> Callable[[Any], None]:
         vars(self).update(vars(started[-1]))
 
     WriterProcess.__init__, WriterProcess.close = share, lambda self: None
-    return end
 
 
 def _context() -> Any:

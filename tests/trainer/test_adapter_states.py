@@ -69,12 +69,13 @@ def test_each_is_that_of_a_run_of_its_own(
                 metrics = workers.on_shards("train", shards(name, rollout, layout.dp), rollout_id=rollout)
                 alone.setdefault(f"{name} metrics", []).append(metrics[0])
         alone[name], alone[f"{name} values"] = workers.call("state_hashes"), workers.run(trainer_worker.adapters)
-    workers.start(config(lora_adapters=list(SEEDS)), layout)
+    workers.start(config(lora_adapters=list(SEEDS), async_save=True), layout)
     path, found = str(tmp_path / "checkpoint"), []
     for rollout in range(4):
         found.append(train_all(workers, rollout, layout.dp)[0])
         if rollout == 1:
-            workers.call("save", path, rollout)
+            workers.call("begin_save", path, rollout)
+    workers.call("finish_save")
     for rank, values in enumerate(workers.run(lent_adapters)):
         for name in SEEDS:
             for matrix, value in values[name].items():

@@ -5,11 +5,13 @@ import io
 import os
 import signal
 import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
@@ -242,10 +244,25 @@ def test_a_writer_that_is_killed_is_an_error(workers, hf, tmp_path):
     assert workers.call("load", str(path))[0]["rollout_id"] == 0
 
 
-def test_a_writer_ends_when_it_is_closed():
-    """That of the tests' ranks stays for their next actor; see `local_ranks.py`."""
+def test_saves_wait_in_the_writer_and_each_has_its_own_answer(tmp_path: Path) -> None:
+    """Of several adapters: requests and answers are more than the socket takes, and the first save fails.
+
+    The writer ends when it is closed; that of the tests' ranks stays for their next actor; see `local_ranks.py`.
+    """
+    item = WriteItem(MetadataIndex("weight" * 400_000), WriteItemType.BYTE_IO)
+    (tmp_path / "full").symlink_to("/dev/full")
     writer = WriterProcess()
-    assert writer._process.poll() is None
+    writer._socket.settimeout(60)
+    buckets: list[Any] = [
+        (tmp_path / name, name, ([(item, io.BytesIO(name.encode() * 4096))], []))
+        for name in ("full", "second", "third")
+    ]
+    answers = [writer.submit([_StorageWriterTransforms()], [bucket]) for bucket in buckets]
+    wait(answers, timeout=60)
+    assert all(answer.done() for answer in answers)
+    with pytest.raises(OSError, match="No space left on device"):
+        answers[0].result()
+    assert [list(answer.result().files) for answer in answers[1:]] == [["second"], ["third"]]
     writer.close()
     assert writer._process.returncode == -signal.SIGKILL
 
