@@ -3,16 +3,21 @@
 # SFT -> eval -> GRPO -> eval through the ordinary command line.
 # Usage: bash scripts/quickstart.sh [SEED] [FOLDER] [--lora-rank N]    (GRPO then trains adapters, at ten times the rate)
 set -euo pipefail
-rank=0
+rank=0 # of adapters; 0: all weights are trained
 arguments=()
 while (($#)); do
     case $1 in
         --lora-rank=*) rank=${1#*=} ;;
-        --lora-rank) rank=${2:?--lora-rank needs a number} && shift ;;
+        --lora-rank) rank=${2-} && shift $(($# > 1)) ;;
         *) arguments+=("$1") ;;
     esac
     shift
 done
+if [[ ! $rank =~ ^[0-9]{1,4}$ ]]; then
+    echo "quickstart.sh: --lora-rank '$rank' is not a number from 0 to 9999" >&2
+    exit 2
+fi
+rank=$((10#$rank))
 set -- "${arguments[@]}"
 cd "$(dirname "$0")/.."
 bash scripts/setup-env.sh

@@ -71,7 +71,11 @@ def _conflicts_of_several(config: Config) -> list[tuple[object, str, str]]:
     offloads, moments = passed.get("optimizer_cpu_offload"), ("exp_avg_dtype", "exp_avg_sq_dtype")
     return [
         *(
-            (passed.get(name), flag_of(name), "moments in fp8 have scales that are not each adapter's")
+            (
+                str(passed.get(name)) not in ("None", "torch.float32", "torch.bfloat16"),
+                flag_of(name),
+                "moments in fp8 and fp16 have scales that are not each adapter's",
+            )
             for name in moments
         ),
         (role, f"--advantage-estimator {config.algorithm.advantage_estimator}", f"one {role} would score all adapters"),

@@ -236,10 +236,8 @@ class EngineActor(EngineControl):
             Path(folder, name).write_bytes(data.data)
 
     def remove_files(self, folder: str) -> None:
-        """Remove it, and on hosts that have nothing else there the folder above it."""
+        """Remove it from each host of the engine."""
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            os.rmdir(os.path.dirname(folder))
 
     # ---- calls
 
@@ -298,3 +296,9 @@ class EnginePart(EngineActor):
         self.shutdown(0.0)  # of a try before this one
         self._server = start_on_free_ports([self.spec.host], spawn, lambda server: self._wait_for(server, "/health"))
         self._shared_memory |= shared_memory_of(self._server.pid)
+
+    def remove_files(self, folder: str) -> None:
+        """Remove it, and the folder above it, part 0's scratch folder on another host, if nothing else is there."""
+        super().remove_files(folder)
+        with suppress(OSError):
+            os.rmdir(os.path.dirname(folder))

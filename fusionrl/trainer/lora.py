@@ -286,14 +286,16 @@ class GradientWatch:
         if not self.num_steps:
             return
         self.num_steps -= 1
-        learns: dict[str, bool] = {}
+        learns: dict[str, Tensor] = {}  # on the device, read once
         for adapter in adapters(modules):
             name = adapter.rule.megatron if adapter.rule.expert is None else adapter.rule.of_expert(0)
             for (place, a), b in zip(adapter.A.named_parameters(), adapter.B.parameters(), strict=True):
                 key = f"{name.removesuffix('.weight')}{ADAPTER}B.{place}"
                 # While B is zeros A has none; while A is zeros B has none.
-                learns[key] = learns.get(key, False) or bool(b.main_grad.any()) or bool(a.main_grad.any())
-        flags = torch.tensor([*learns.values(), True], dtype=torch.int, device=torch.cuda.current_device())
+                found = a.main_grad.any() | b.main_grad.any()
+                learns[key] = learns[key] | found if key in learns else found
+        always = torch.ones((), dtype=torch.bool, device=torch.cuda.current_device())
+        flags = torch.stack([*learns.values(), always]).int()
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         silent = {name for name, flag in zip(learns, flags.tolist(), strict=False) if not flag}

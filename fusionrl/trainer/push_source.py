@@ -53,7 +53,7 @@ class PushSource(AdapterTrainer):
     def push_adapters(self, targets: Sequence[EngineTarget], version: int, timeout_s: float) -> SendReport:
         """Send the adapters; collective over the trainers, of which rank 0 sends."""
         from fusionrl.models.hf_io import gather_params, iter_hf_tensors
-        from fusionrl.weights.adapters import drop_files, engine_files, send_files, write_files
+        from fusionrl.weights.adapters import engine_files, send_files
         from fusionrl.weights.remote_calls import new_send_report
 
         spec = self.adapter_spec
@@ -72,10 +72,6 @@ class PushSource(AdapterTrainer):
                     collections.deque(tensors, maxlen=0)
         if self.rank != 0:
             return new_send_report()
-        if self.plan.transport == "disk":
-            write_files(self._disk_folder, version, adapters)
-            if not self.config.weights.update_weight_disk_keep_files:
-                drop_files(self._disk_folder, version)
         return send_files(adapters, targets, version, timeout_s)
 
     @phase("write weights")
@@ -92,10 +88,6 @@ class PushSource(AdapterTrainer):
         """Remove the files of versions other than `keep`; asked of rank 0 alone."""
         if self._disk is not None:
             self._disk.drop(keep)
-            if self.plan.lora_push == "adapter":
-                from fusionrl.weights.adapters import drop_files
-
-                drop_files(self._disk_folder, keep)
 
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """Return the checksums that each rank of an engine of `tp_size` should have; collective over the trainers."""
@@ -130,10 +122,6 @@ class PushSource(AdapterTrainer):
     @property
     def _engine_dtype(self) -> str:
         return "float32" if self.plan.rollout_dtype == "fp32" else "bfloat16"
-
-    @property
-    def _disk_folder(self) -> str:
-        return self.config.weights.update_weight_disk_dir or str(Path(self.run_dir, "weights"))
 
     def _exporter(self, shape: ModelShape | None = None) -> Exporter:
         from fusionrl.weights.export import Exporter
@@ -190,7 +178,7 @@ class PushSource(AdapterTrainer):
         total = self.plan.pushed_shape.num_parameters * (4 if self.plan.rollout_dtype == "fp32" else 2)
         assert self.config.model.hf_checkpoint is not None
         options = DiskOptions(
-            folder=self._disk_folder,
+            folder=weights.update_weight_disk_dir or str(Path(self.run_dir, "weights")),
             source=self.config.model.hf_checkpoint,
             keeps_base=weights.update_weight_mode == "delta",
             encoding=weights.update_weight_delta_encoding,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +25,6 @@ from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent
 
 # Modules that engines have as one: SGLang takes an adapter of all of them.
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-_FOLDER = "adapter_v{version:06d}"
 
 
 def engine_files(tensors: Iterable[tuple[str, Tensor]], spec: AdapterSpec, shape: ModelShape, dtype: str) -> Files:
@@ -66,26 +63,6 @@ def _missing(spec: AdapterSpec, shape: ModelShape) -> dict[str, Sizes]:
         if a not in adapted and any(f"{parent}.{sibling}.lora_A.weight" in adapted for sibling in siblings):
             zeros |= {a: (spec.rank, sizes[1]), b: (sizes[0], spec.rank)}
     return zeros
-
-
-def write_files(folder: str, version: int, adapters: Mapping[str, Files]) -> None:
-    """Write a PEFT folder for each adapter, as engines have it (`--update-weight-transport disk`)."""
-    place = Path(folder, _FOLDER.format(version=version))
-    partial = place.with_name(place.name + ".partial")
-    for old in (place, partial):  # of a push that failed elsewhere
-        shutil.rmtree(old, ignore_errors=True)
-    for adapter, files in adapters.items():
-        (partial / adapter).mkdir(parents=True)
-        for name, data in files.items():
-            (partial / adapter / name).write_bytes(data.data)
-    partial.rename(place)
-
-
-def drop_files(folder: str, keep: int | None) -> None:
-    """Remove the folders of all versions but `keep`."""
-    for place in Path(folder).glob("adapter_v*"):
-        if keep is None or place.name != _FOLDER.format(version=keep):
-            shutil.rmtree(place, ignore_errors=True)
 
 
 def send_files(

@@ -52,7 +52,7 @@ def test_answers_finish_under_the_version_that_they_began_with(rl_flags: list[st
 
 
 def test_rl_continues_with_the_adapter_of_an_sft(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
-    """From a PEFT folder and into one; with an evaluation, two ranks an engine, and versions on a disk.
+    """From a PEFT folder and into one; with an evaluation, two ranks an engine, and base weights by files.
 
     Engines that load the folder evaluate it as the run did.
     """

@@ -180,7 +180,8 @@ def test_a_push_waits_for_room(two: Served) -> None:
     with ThreadPoolExecutor(5) as pool:
         asked = []
         for version in (5, 6, 7, 8):  # version 4 is still loaded
-            asked.append(pool.submit(two.ask, 1500, input_ids=PROMPTS[0], lora_path="policy"))
+            # As many tokens as the model has positions: about a minute, unless aborted.
+            asked.append(pool.submit(two.ask, 2000, input_ids=PROMPTS[0], lora_path="policy"))
             _wait_running(two, len(asked))
             two.push(version, "policy")
         with pytest.raises(EndpointError, match=NO_ROOM):

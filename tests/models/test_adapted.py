@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fusionrl.base.file_hashes import sampled_hash
 from fusionrl.models.adapted import Adapted, adapted_difference, base_identity, saved_in
 from fusionrl.models.adapters import AdapterSpec
 from tests.models.test_families import shape_of
@@ -60,3 +61,5 @@ def test_the_identity_is_of_the_weights_not_of_their_place(tmp_path):
     identities = [base_identity(str(tmp_path / name)) for name in ("one", "moved", "other")]
     assert identities[0] == identities[1] != identities[2]
     assert identities[0] is not None
+    sampled = [sampled_hash([tmp_path / name / "model.safetensors"], 64, 64) for name in ("one", "moved", "other")]
+    assert sampled[0] == sampled[1] != sampled[2], "4 KB of 800 show it"

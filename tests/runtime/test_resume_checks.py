@@ -1,6 +1,7 @@
 """A resume that cannot work is refused before anything starts, by `fusionrl plan` as by `train`."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from fusionrl import cli
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.config.parser import parse_args
+from fusionrl.models.adapted import Adapted, base_identity
+from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.run_dir import RunDir
 from fusionrl.runtime.checkpoints import Checkpoints
@@ -19,7 +22,7 @@ Rows = Callable[..., Path]
 
 
 def rows(count: int) -> list[dict[str, str]]:
-    return [{"input": f"{i}+1=", "label": str(i + 1)} for i in range(count)]
+    return [{"input": f"{i}+1=", "label": str(i + 1), "adapter": "math"} for i in range(count)]
 
 
 def flags(model: Path, data: Path, run_dir: Path) -> list[str]:
@@ -88,6 +91,28 @@ def test_what_does_not_fit_the_run_is_refused(run: list[str], write_rows: Rows, 
     larger = make_tiny_qwen3(tmp_path / "larger", seed=0, num_layers=3)
     found = errors(capsys, [*run, "--resume", "--hf-checkpoint", str(larger)])
     assert "num_layers" in found and "--hf-checkpoint" in found
+
+
+def test_several_adapters_are_those_of_the_run(run: list[str], tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+    checkpoints = Checkpoints(tmp_path / "runs" / "first" / "checkpoints")
+    before, several = checkpoints.folder / "step_000001", checkpoints.begin(1)
+    adapted = Adapted(adapters=AdapterSpec(rank=8, alpha=32), base="moved", identity=base_identity(str(tiny_model)))
+    description = json.loads((before / "trainer" / "fusionrl.json").read_text())
+    description["adapted"] = adapted.model_dump(mode="json")
+    for name in ("math", "code"):
+        (several / f"trainer-{name}").mkdir()
+        (several / f"trainer-{name}" / "fusionrl.json").write_text(json.dumps(description))
+    lora = [*run, "--resume", "--num-rollout", "4", "--lora-rank", "8", "--lr", "1e-4"]
+    source = RolloutDataSourceWithBuffer(parse_args([*lora, "--lora-adapters", "math", "code"]).to_args())
+    (several / "buffer.json").write_text(json.dumps({"rollout_id": 1, "source": source.state_dict()}))
+    checkpoints.publish(1, several, {})
+    for names in (["math", "code"], ["code", "math"]):
+        plan(capsys, [*lora, "--lora-adapters", *names])
+    for names in (["--lora-adapters", "math", "poetry"], ["--lora-adapters", "math"], []):
+        assert "it has the adapters code, math; a resume needs the --lora-adapters" in errors(capsys, [*lora, *names])
+    shutil.rmtree(checkpoints.folder / "step_000002")
+    found = errors(capsys, [*lora, "--lora-adapters", "math", "code"])
+    assert "it has one adapter, or none; a resume needs the --lora-adapters" in found
 
 
 def test_what_the_checkpoint_lacks(run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
