@@ -177,24 +177,27 @@ def _wait_running(served: Served, count: int) -> None:
 
 def test_a_push_waits_for_room(two: Served) -> None:
     """Requests of older versions take all slots; when they have ended, or are aborted, a load continues."""
+    for name in ("math", "policy"):
+        two.push(14, name)
+    _settle(two, "policy@14", "math@14")
     with ThreadPoolExecutor(5) as pool:
         asked = []
-        for version in (5, 6, 7, 8):  # version 4 is still loaded
+        for version in (15, 16, 17, 18):  # version 14 is still loaded
             # As many tokens as the model has positions: about a minute, unless aborted.
             asked.append(pool.submit(two.ask, 2000, input_ids=PROMPTS[0], lora_path="policy"))
             _wait_running(two, len(asked))
             two.push(version, "policy")
         with pytest.raises(EndpointError, match=NO_ROOM):
-            two.push(9, "policy", timeout_s=0.3)
-        assert two.ask(2, input_ids=PROMPTS[0], lora_path="policy")["meta_info"]["weight_version"] == "8"
-        waiting = pool.submit(two.push, 9, "policy")
+            two.push(19, "policy", timeout_s=0.3)
+        assert two.ask(2, input_ids=PROMPTS[0], lora_path="policy")["meta_info"]["weight_version"] == "18"
+        waiting = pool.submit(two.push, 19, "policy")
         time.sleep(0.5)
         assert not waiting.done()
         two.engine._call("POST", "/abort_request", {"abort_all": True})
         waiting.result()
         stamps = [answer.result()["meta_info"]["weight_version"] for answer in asked]
-    assert stamps == ["4", "5", "6", "7"]
-    _settle(two, "policy@9", "math@4")
+    assert stamps == ["14", "15", "16", "17"]
+    _settle(two, "policy@19", "math@14")
 
 
 def test_what_a_server_refuses(two: Served) -> None:
@@ -225,7 +228,7 @@ def test_openai_s_requests_name_adapters(two: Served) -> None:
     )
     assert [answer["meta_info"]["weight_version"] for answer in answers] == ["11"] * 2 * len(PROMPTS)
     two.push(12, "policy")
-    _settle(two, "policy@12", "math@4")
+    _settle(two, "policy@12", "math@14")
 
 
 FAMILIES = {
