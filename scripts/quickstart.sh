@@ -18,7 +18,7 @@ if [[ ! $rank =~ ^[0-9]{1,4}$ ]]; then
     exit 2
 fi
 rank=$((10#$rank))
-set -- "${arguments[@]}"
+set -- ${arguments[@]+"${arguments[@]}"} # an empty array is an error in older bash
 cd "$(dirname "$0")/.."
 bash scripts/setup-env.sh
 PATH="$(cd "${FUSIONRL_VENV:-.venv}/bin" && pwd):$PATH"

@@ -8,6 +8,7 @@ weights: then only a sample's tokens up to its first change of version are compa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,6 @@ def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -
     """
     from fusionrl.cli import export
     from fusionrl.models.adapted import saved_in
-    from fusionrl.trainer.checkpoint import read_description
     from tools.convert import to_hf
 
     models = {0: model}
@@ -130,7 +130,8 @@ def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -
             models[version] = run_dir / "versions" / str(version)
             if models[version].is_dir():
                 continue
-            if saved_in(read_description(str(checkpoint / "trainer"))) is not None:
+            description = json.loads((checkpoint / "trainer" / "fusionrl.json").read_text())
+            if saved_in(description) is not None:
                 models[version].parent.mkdir(exist_ok=True)
                 assert export.run([str(checkpoint), str(models[version]), "--merge"]) == 0
             else:

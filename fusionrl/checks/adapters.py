@@ -68,16 +68,8 @@ def _conflicts(config: Config) -> list[tuple[object, str, str]]:
 
 def _conflicts_of_several(config: Config) -> list[tuple[object, str, str]]:
     role, passed = auxiliary_role(config), config.passthrough.optimizer
-    offloads, moments = passed.get("optimizer_cpu_offload"), ("exp_avg_dtype", "exp_avg_sq_dtype")
+    offloads = passed.get("optimizer_cpu_offload")
     return [
-        *(
-            (
-                str(passed.get(name)) not in ("None", "torch.float32", "torch.bfloat16"),
-                flag_of(name),
-                "moments in fp8 and fp16 have scales that are not each adapter's",
-            )
-            for name in moments
-        ),
         (role, f"--advantage-estimator {config.algorithm.advantage_estimator}", f"one {role} would score all adapters"),
         (offloads, "--optimizer-cpu-offload", "the optimizers of several adapters take turns on the device"),
     ]

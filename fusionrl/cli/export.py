@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusionrl.base import cpu_wing
 from fusionrl.base.log_suppression import quiet
 from fusionrl.cli.exit_codes import refuse
 from fusionrl.models.adapted import base_identity, saved_in
@@ -78,6 +79,7 @@ def _of_checkpoint(
     folder: Path, name: str | None, base: str | None
 ) -> tuple[str, ModelShape, AdapterSpec, "ReadTensor"]:
     """Return the same of a checkpoint's adapter."""
+    cpu_wing.prepare_megatron()
     from fusionrl.trainer.checkpoint import read_description, saved_adapters
 
     trainer = folder / ("trainer" if name is None else f"trainer-{name}")

@@ -109,16 +109,16 @@ def _widen(layers: ModuleType) -> None:
     rows, columns = layers.MergedColumnParallelLinearWithLoRA, layers.RowParallelLinearWithLoRA
     slice_rows, slice_columns = rows.slice_lora_b_weights, columns.slice_lora_a_weights
 
-    def slice_lora_b_weights(
-        self: MergedColumnParallelLinearWithLoRA, b: Tensor
-    ) -> Tensor:  # [sum of output sizes, rank]
+    def slice_lora_b_weights(self: MergedColumnParallelLinearWithLoRA, b: Tensor) -> Tensor:
+        """Return this rank's part of B [sum of output sizes, rank]."""
         sizes = self.base_layer.output_sizes
         if (missing := sum(sizes) - b.size(0)) > 0 and not missing % len(sizes) and len(set(sizes)) == 1:
             b = torch.cat([pad(part, (0, 0, 0, missing // len(sizes))) for part in b.chunk(len(sizes))])
         part: Tensor = slice_rows(self, b)
         return part
 
-    def slice_lora_a_weights(self: RowParallelLinearWithLoRA, a: Tensor) -> Tensor:  # [rank, in]
+    def slice_lora_a_weights(self: RowParallelLinearWithLoRA, a: Tensor) -> Tensor:
+        """Return this rank's part of A [rank, in]."""
         part: Tensor = slice_columns(self, pad(a, (0, max(0, self.base_layer.input_size - a.size(1)))))
         return part
 

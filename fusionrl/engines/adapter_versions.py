@@ -172,6 +172,10 @@ def _loading(load: Load, managers: ModuleType, versions: AdapterVersions) -> Loa
     tasks = set[asyncio.Task[None]]()
 
     async def load_version(self: TokenizerManager, obj: LoadRequest, request: object = None) -> LoadResult:
+        """Load `NAME@VERSION`, make it the current version of NAME, and unload the one before when it is unused.
+
+        The load fails, and the version before stays current, if the slots are full or the name or the files do not fit.
+        """
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
 
         if len(versions.version_of) >= managers.get_lora().max_loras_per_batch - 1:

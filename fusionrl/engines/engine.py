@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from fusionrl.base.socket_folder import socket_folder
+from fusionrl.config.groups.lora import BASE
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
 from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
@@ -108,7 +109,7 @@ class EngineActor(EngineControl):
             if path == "/health_generate" and self.spec.device == "cpu":
                 # /health_generate sleeps a second before it looks for the token.
                 payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-                payload |= {"lora_path": "base"} if self.spec.adapters else {}
+                payload |= {"lora_path": BASE} if self.spec.adapters else {}
                 path = "/classify" if self.spec.role == "reward-model" else "/generate"
                 super()._call("POST", path, payload, timeout_s=60.0)
             else:

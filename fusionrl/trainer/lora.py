@@ -153,9 +153,8 @@ class Adapter(torch.nn.Module):
             if self.size == 1 or self.rule.expert is None or self.by_columns:
                 return F.dropout(hidden, self.spec.dropout)
             mask = F.dropout(torch.ones_like(hidden), self.spec.dropout)
-        dist.broadcast(
-            mask, dist.get_global_rank(self.group, 0), group=self.group
-        )  # generators of experts' ranks differ
+        # The ranks of an expert have the same input, but random generators of their own.
+        dist.broadcast(mask, dist.get_global_rank(self.group, 0), group=self.group)
         return hidden * mask
 
 

@@ -96,9 +96,8 @@ class PushSource(AdapterTrainer):
         from fusionrl.weights.remote_calls import MergeSums
 
         # A draft model has further layers in other tensors; a stale one is slow and never wrong.
-        exporter = replace(
-            self._exporter(self.shape.trunk), merge_sums=MergeSums()
-        )  # these sums do not belong to a push
+        # With sums of its own: those of the exporter are a push's.
+        exporter = replace(self._exporter(self.shape.trunk), merge_sums=MergeSums())
         tensors = held(exporter.full(), self.plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
         whole_tower = bool(self.config.passthrough.sglang.get("mm_enable_dp_encoder"))

@@ -4,7 +4,6 @@ import re
 from unittest.mock import ANY
 
 import pytest
-import torch
 
 from fusionrl.checks.adapters import adapter_errors, adapter_warnings, stack_warnings
 from fusionrl.checks.validate import validate_flags
@@ -57,13 +56,6 @@ def test_what_goes_with_adapters() -> None:
     for flags in ("--use-kl-loss --ref-load model", "--advantage-estimator ppo", "--cuda-graph-impl none", delta):
         assert adapter_errors(config_of(*flags.split())) == []
     assert "without --lora-rank" in " ".join(validate_flags(Config.from_flat({"lora_dropout": 0.1}), SHAPE))
-
-
-def test_several_adapters_have_moments_without_scales() -> None:
-    config = config_of("--lora-adapters", "a", "b")
-    for dtype, is_good in ((torch.float32, True), (torch.bfloat16, True), (torch.float16, False), (torch.uint8, False)):
-        config.passthrough.optimizer["exp_avg_dtype"] = dtype
-        assert [error.split()[0] for error in adapter_errors(config)] == ["--exp-avg-dtype"] * (not is_good)
 
 
 def test_adapters_of_folders_are_served_without_trainers() -> None:
