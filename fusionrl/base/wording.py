@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+BASE = "base"  # what requests call the model without an adapter
 SHOWN = 6  # of many the nearest
 
 

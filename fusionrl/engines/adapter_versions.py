@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from fusionrl.base.lazy_modules import when_imported
-from fusionrl.config.groups.lora import BASE
+from fusionrl.base.wording import BASE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq, BatchStrOutput, GenerateReqInput

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from fusionrl.base.socket_folder import socket_folder
-from fusionrl.config.groups.lora import BASE
+from fusionrl.base.wording import BASE
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
 from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports

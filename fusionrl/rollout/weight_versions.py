@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fusionrl.config.groups.lora import BASE
+from fusionrl.base.wording import BASE
 from fusionrl.data.sample import Sample, response_mask
 from fusionrl.data.sampling import (
     UNKNOWN_VERSION,

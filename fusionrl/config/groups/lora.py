@@ -6,10 +6,10 @@ from typing import Literal
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
+from fusionrl.base.wording import BASE
 from fusionrl.config import scopes
 from fusionrl.config.groups.base import Group, acting, always
 
-BASE = "base"  # what requests call the model without an adapter
 of_adapters = acting(scopes.LORA)
 of_trained_adapters = acting(scopes.TRAINS, scopes.LORA)
 # Of PEFT's init_lora_weights, and of its other kinds of adapters.
