@@ -22,18 +22,33 @@ from fusionrl.buffer.stream_thread import LoopThread
 from fusionrl.config.engine_groups import has_pairs
 from fusionrl.data.images import ImageRef
 from fusionrl.data.sample import Sample, Status
-from fusionrl.pipeline import events
-from fusionrl.pipeline.apply import apply
-from fusionrl.pipeline.decide import decide, engine_actions
-from fusionrl.pipeline.events import Action, Wait
+from fusionrl.pipeline.controller import apply, decide, engine_actions
 from fusionrl.pipeline.knobs import Knobs
+from fusionrl.pipeline.state import (
+    Action,
+    Admit,
+    Admitted,
+    Drop,
+    Event,
+    Fetch,
+    GroupFailed,
+    GroupReady,
+    Push,
+    Pushed,
+    SampleDone,
+    Started,
+    Stop,
+    StreamEnd,
+    TrainDone,
+    Wait,
+)
 from fusionrl.rollout.generate import SampleContext, apply_filter, generate_group
 from fusionrl.rollout.generate_state import RolloutClient, sampling_params
 from fusionrl.rollout.sglang_rollout import check_filter_keeps
 from fusionrl.rollout.teacher import Teacher
 
-_STARTED = get_args(events.Started)
-_FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
+_STARTED = get_args(Started)
+_FOR_DRIVER = (Fetch, Push, Stop)
 _AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
 Groups = list[list[Sample]]
 
@@ -77,7 +92,7 @@ class Stream(LoopThread):
         self._refused: Groups | None = [] if border.hook("rollout_all_samples_process_path") else None
         self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
-        self._answer: Future[events.Action] | None = None
+        self._answer: Future[Action] | None = None
         self._label = first_version  # of the engines' weights
         self._clock, self._token_counts = StreamClock(), TokenCounts()
 
@@ -87,10 +102,10 @@ class Stream(LoopThread):
 
         Raises what a group raised, or ValueError if the data ended before the run, or too many groups failed.
         """
-        fetch = self._ask(events.Fetch, events.Stop)
-        if isinstance(fetch, events.Stop):
+        fetch = self._ask(Fetch, Stop)
+        if isinstance(fetch, Stop):
             raise ValueError(self.state.failure or f"--num-rollout: {fetch.reason or 'there is nothing left to train'}")
-        assert isinstance(fetch, events.Fetch)
+        assert isinstance(fetch, Fetch)
         return self._call(self._taken, fetch)
 
     def trained(self) -> bool:
@@ -99,12 +114,12 @@ class Stream(LoopThread):
         def note() -> None:
             for ordinal in self.state.lease:
                 del self._live[ordinal]
-            self._happen(events.TrainDone())
+            self._happen(TrainDone())
 
         self._call(note)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
-        if isinstance(self._ask(events.Push, events.Stop), events.Stop):
+        if isinstance(self._ask(Push, Stop), Stop):
             raise ValueError(self.state.failure)  # no other end comes before a push that is due
         return True
 
@@ -113,7 +128,7 @@ class Stream(LoopThread):
 
         def note() -> None:
             self._label = version
-            self._happen(events.Pushed())
+            self._happen(Pushed())
 
         self._call(note)
 
@@ -179,9 +194,9 @@ class Stream(LoopThread):
                 actions = engine_actions(self.state, self.knobs)  # meanwhile
             begun = False
             for action in actions:
-                if isinstance(action, events.Admit):
+                if isinstance(action, Admit):
                     self._admit(action)
-                elif isinstance(action, events.Drop):
+                elif isinstance(action, Drop):
                     self._drop(action)
                     begun = True
                 elif isinstance(action, _FOR_DRIVER):
@@ -192,10 +207,10 @@ class Stream(LoopThread):
                 self._clock.note(time.monotonic(), reason, has_work)
                 return
 
-    def _tell(self, action: events.Action) -> bool:
+    def _tell(self, action: Action) -> bool:
         answer = self._answer
         assert answer is not None
-        if isinstance(action, events.Fetch):  # before it is applied, so that the message names the sample
+        if isinstance(action, Fetch):  # before it is applied, so that the message names the sample
             check_bound([self._live[ordinal].finished for ordinal in action.ordinals], self._label, self.knobs)
         if isinstance(action, _STARTED):
             apply(self.state, self.knobs, action)
@@ -203,7 +218,7 @@ class Stream(LoopThread):
         answer.set_result(action)
         return isinstance(action, _STARTED)
 
-    def _admit(self, action: events.Admit) -> None:
+    def _admit(self, action: Admit) -> None:
         """Begin the first of the groups that may begin; the others in the loop's next turn."""
         most = max(1, _AT_ONCE // self.knobs.samples_per_group)
         pending = action.pending[:most]
@@ -218,13 +233,13 @@ class Stream(LoopThread):
         drawn = self._source.draw(num_groups) if num_groups else []
         groups = [[without_answer(sample) for sample in group] for group in drawn]
         if len(groups) < num_groups:
-            apply(self.state, self.knobs, events.StreamEnd())
+            apply(self.state, self.knobs, StreamEnd())
         return groups
 
     def _begin(self, ordinal: int, blank: list[Sample]) -> None:
         group = copy.deepcopy(blank)
         num_samples = len(group) + self._context.needs_greedy_answer
-        apply(self.state, self.knobs, events.Admitted(ordinal, num_samples))
+        apply(self.state, self.knobs, Admitted(ordinal, num_samples))
         self._live[ordinal] = StreamGroup(blank)
         self._token_counts.began(ordinal, group)
         self._tasks[ordinal] = task = asyncio.create_task(self._make(ordinal, group, num_samples))
@@ -242,7 +257,7 @@ class Stream(LoopThread):
             nonlocal left
             if left > 0 and ordinal in self.state.groups:
                 left -= 1
-                self._happen(events.SampleDone(ordinal))
+                self._happen(SampleDone(ordinal))
 
         context = replace(self._context, on_generated=generated)
         try:
@@ -277,21 +292,21 @@ class Stream(LoopThread):
         elif refused:
             if self._refused is not None:
                 self._refused.append(samples)
-            self._drop(events.Drop(ordinal, "filtered"), refused)
+            self._drop(Drop(ordinal, "filtered"), refused)
         else:
             self._live[ordinal].finished = samples
-            self._happen(events.GroupReady(ordinal, oldest_version(samples, self.knobs.fetches_per_push)))
+            self._happen(GroupReady(ordinal, oldest_version(samples, self.knobs.fetches_per_push)))
 
     def _fail(self, ordinal: int, reason: str) -> None:
         """Note that a group cannot be trained: it is retried, or another group replaces it."""
         self._token_counts.dropped(ordinal)
-        self._happen(events.GroupFailed(ordinal, reason))
+        self._happen(GroupFailed(ordinal, reason))
         self._live[ordinal].parked = []  # it is tried again from its prompt
         if ordinal not in self.state.groups:
             self._dropped["failed"] += 1
             del self._live[ordinal]
 
-    def _drop(self, action: events.Drop, reason: str | None = None) -> None:
+    def _drop(self, action: Drop, reason: str | None = None) -> None:
         self._dropped[reason or action.reason] += 1
         del self._live[action.ordinal]
         self._token_counts.dropped(action.ordinal)
@@ -300,11 +315,11 @@ class Stream(LoopThread):
             task.cancel()
         self._happen(action)
 
-    def _happen(self, event: events.Event | events.Drop) -> None:
+    def _happen(self, event: Event | Drop) -> None:
         apply(self.state, self.knobs, event)
         self._wake.set()
 
-    def _taken(self, fetch: events.Fetch) -> Batch:
+    def _taken(self, fetch: Fetch) -> Batch:
         groups = []
         for ordinal in fetch.ordinals:
             held = self._live[ordinal]
@@ -326,9 +341,9 @@ class Stream(LoopThread):
         self._retries = retries
         return new
 
-    def _ask(self, *kinds: type) -> events.Action:
+    def _ask(self, *kinds: type) -> Action:
         """Wait until the controller decides on one of these kinds of action."""
-        answer: Future[events.Action] = Future()
+        answer: Future[Action] = Future()
 
         def ask() -> None:
             self._wanted, self._answer = kinds, answer

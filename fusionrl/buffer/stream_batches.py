@@ -25,10 +25,9 @@ from fusionrl.buffer.stream import Groups, Stream, why_failed
 from fusionrl.buffer.stream_saved import SavedStream, StreamGroup
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
-from fusionrl.pipeline import events
-from fusionrl.pipeline.apply import apply
-from fusionrl.pipeline.decide import all_fetched, decide, engine_actions, permits, push_is_due, trainable
+from fusionrl.pipeline.controller import all_fetched, apply, decide, engine_actions, permits, push_is_due, trainable
 from fusionrl.pipeline.knobs import Knobs
+from fusionrl.pipeline.state import Admit, Admitted, Drop, Fetch, GroupReady, Parked, SampleDone, Stop, Wait
 from fusionrl.rollout.types import RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class BatchStream(Stream):
             if self._failed:
                 raise self._failed[0]
 
-    def _admit(self, action: events.Admit) -> None:
+    def _admit(self, action: Admit) -> None:
         """Begin nothing: the function asks (`_draw_groups`)."""
 
     def _next_batch(self) -> int:
@@ -143,9 +142,9 @@ class BatchStream(Stream):
         return not is_last and batch // knobs.fetches_per_push <= state.version + knobs.lead
 
     def _is_starving(self) -> bool:
-        if self._answer is None or events.Fetch not in self._wanted:
+        if self._answer is None or Fetch not in self._wanted:
             return False
-        return not any(isinstance(action, events.Fetch | events.Stop) for action in decide(self.state, self.knobs))
+        return not any(isinstance(action, Fetch | Stop) for action in decide(self.state, self.knobs))
 
     def _draw_groups(self, num_groups: int, is_kept: IsKept, beyond: bool) -> Groups:
         state, knobs = self.state, self.knobs
@@ -156,7 +155,7 @@ class BatchStream(Stream):
             knobs = replace(knobs, lead=float(knobs.max_staleness))
         pending, num_new = list[int](), 0
         for action in engine_actions(state, knobs):
-            if isinstance(action, events.Admit):
+            if isinstance(action, Admit):
                 pending, num_new = list(action.pending[:num_groups]), action.num_new
         num_new = num_sound = min(num_new, num_groups - len(pending))
         if not pending and not num_new and not state.stream_ended and not state.pushing:
@@ -190,7 +189,7 @@ class BatchStream(Stream):
         self._waits_since, self._patience_s = 0.0, 2 * self._patience_s
         return missing
 
-    def _drop(self, action: events.Drop, reason: str | None = None) -> None:
+    def _drop(self, action: Drop, reason: str | None = None) -> None:
         blank = self._live[action.ordinal].blank
         if action.reason == "surplus" and blank:
             self._source.take_in([blank])  # it was admitted for the function's sake: its prompt comes again
@@ -199,7 +198,7 @@ class BatchStream(Stream):
     def _give(self, ordinal: int, held: StreamGroup, is_kept: IsKept, is_spare: bool = False) -> list[Sample]:
         known = self.state.groups.get(ordinal)
         oldest = known.born if known is not None and known.has_tokens else None
-        apply(self.state, self.knobs, events.Admitted(ordinal, len(held.blank), oldest, is_spare))
+        apply(self.state, self.knobs, Admitted(ordinal, len(held.blank), oldest, is_spare))
         self._live[ordinal] = held
         group = copy.deepcopy(held.parked or held.blank)
         self._drawn_groups.add(ordinal, group, is_kept)
@@ -215,7 +214,7 @@ class BatchStream(Stream):
             if out.ordinal not in self.state.groups:
                 continue  # it came too late
             self._live[out.ordinal].parked = copy.deepcopy(group)
-            self._happen(events.Parked(out.ordinal, oldest_version(group, self.knobs.fetches_per_push)))
+            self._happen(Parked(out.ordinal, oldest_version(group, self.knobs.fetches_per_push)))
         if unreturned:
             self._source.take_in(unreturned)
 
@@ -234,7 +233,7 @@ class BatchStream(Stream):
         refused = [out for group in output.refused if (out := self._drawn_groups.take(group)) is not None]
         for out in [*refused, *self._drawn_groups.end_call()]:
             if out.ordinal in self.state.groups:
-                self._drop(events.Drop(out.ordinal, "filtered"))
+                self._drop(Drop(out.ordinal, "filtered"))
                 if is_told:
                     self._dropped["filtered"] -= 1
         self._give_up_lost()
@@ -276,20 +275,20 @@ class BatchStream(Stream):
                     return
                 raise
             ordinal = self.state.next_ordinal
-            apply(self.state, self.knobs, events.Admitted(ordinal, len(group), oldest, is_spare=True))
+            apply(self.state, self.knobs, Admitted(ordinal, len(group), oldest, is_spare=True))
             self._live[ordinal] = StreamGroup([])
         self._token_counts.generated(ordinal, group)
         if failure:
             self._fail(ordinal, failure)
             return
         for _ in range(self.state.groups[ordinal].num_running):
-            self._happen(events.SampleDone(ordinal))
+            self._happen(SampleDone(ordinal))
         self._live[ordinal].finished = group
-        self._happen(events.GroupReady(ordinal, oldest))
+        self._happen(GroupReady(ordinal, oldest))
 
     def _give_up_lost(self) -> None:
         """Give up groups that are due, that trainers wait for, and that many calls since then did not return."""
-        waits = (action for action in decide(self.state, self.knobs) if isinstance(action, events.Wait))
+        waits = (action for action in decide(self.state, self.knobs) if isinstance(action, Wait))
         late = {ordinal for wait in waits if wait.reason == "deadline" for ordinal in wait.on}
         for out in self._drawn_groups:
             out.num_calls = out.num_calls + 1 if out.ordinal in late else 0
@@ -297,7 +296,7 @@ class BatchStream(Stream):
                 continue
             index = self._live[out.ordinal].blank[0].index
             logger.warning("sample %s and its siblings: not returned in %d calls, so given up", index, out.num_calls)
-            self._drop(events.Drop(out.ordinal, "filtered"), "lost")  # if it comes back, it is known as too late
+            self._drop(Drop(out.ordinal, "filtered"), "lost")  # if it comes back, it is known as too late
 
     def _new_metrics(self) -> dict[str, float]:
         metrics, self._metrics = self._metrics, {}

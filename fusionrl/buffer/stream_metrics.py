@@ -7,10 +7,9 @@ import numpy as np
 
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.sampling import UNKNOWN_VERSION
-from fusionrl.pipeline.decide import base_limit
-from fusionrl.pipeline.events import Action, Wait
+from fusionrl.pipeline.controller import base_limit
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.pipeline.state import State
+from fusionrl.pipeline.state import Action, State, Wait
 
 
 def state_numbers(state: State, knobs: Knobs) -> dict[str, float]:

@@ -12,10 +12,9 @@ from typing import Any, TypedDict
 from fusionrl.buffer.staleness import oldest_version
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_json import pack_sample, unpack_sample
-from fusionrl.pipeline.apply import apply
-from fusionrl.pipeline.events import Drop
+from fusionrl.pipeline.controller import apply
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.pipeline.state import EndedGroups, Group, State
+from fusionrl.pipeline.state import Drop, EndedGroups, Group, State
 
 
 class SavedStream(TypedDict):

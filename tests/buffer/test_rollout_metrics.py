@@ -17,11 +17,9 @@ from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.advice import Glimpse
-from fusionrl.pipeline.apply import apply
-from fusionrl.pipeline.decide import decide
-from fusionrl.pipeline.events import Admitted, Fetch, GroupReady, SampleDone, StreamEnd, TrainDone
+from fusionrl.pipeline.controller import apply, decide
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.pipeline.state import State
+from fusionrl.pipeline.state import Admitted, Fetch, GroupReady, SampleDone, State, StreamEnd, TrainDone
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan
 from tests.plan.shards import build_shards

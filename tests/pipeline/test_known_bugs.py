@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fusionrl.pipeline import events
 from fusionrl.pipeline.knobs import PIPELINES, Knobs
+from fusionrl.pipeline.state import GroupFailed, GroupReady, Pushed, SampleDone, Stop, StreamEnd, TrainDone, Wait
 from tests.pipeline.world import World, run
 
 
@@ -22,22 +22,22 @@ def finish(world: World, *ordinals: int) -> None:
     """Let these groups become ready."""
     for ordinal in ordinals:
         for _ in range(world.state.groups[ordinal].num_running):
-            world.happen(events.SampleDone(ordinal))
-        world.happen(events.GroupReady(ordinal))
+            world.happen(SampleDone(ordinal))
+        world.happen(GroupReady(ordinal))
 
 
 def train(world: World) -> tuple[int, ...]:
     """Let the trainers end what they have, and the push that follows; returns the groups."""
     lease = world.state.lease
     assert lease, world.waits
-    world.happen(events.TrainDone())
+    world.happen(TrainDone())
     if world.state.pushing:
-        world.happen(events.Pushed())
+        world.happen(Pushed())
     return lease
 
 
-def why(world: World, who: str) -> events.Wait:
-    return next(action for action in world.waits if isinstance(action, events.Wait) and action.who == who)
+def why(world: World, who: str) -> Wait:
+    return next(action for action in world.waits if isinstance(action, Wait) and action.who == who)
 
 
 def test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_place() -> None:
@@ -66,7 +66,7 @@ def test_miles_1673_places_are_freed_by_the_sample() -> None:
     world = world_of("async", samples_per_group=4, max_samples_in_flight=8, num_fetches=10, lead=2.0)
     assert sorted(world.state.groups) == [0, 1]
     for ordinal in (0, 0, 1, 1):
-        world.happen(events.SampleDone(ordinal))
+        world.happen(SampleDone(ordinal))
     assert sorted(world.state.groups) == [0, 1, 2]  # though no group is whole
     assert world.state.samples_in_flight == 8
 
@@ -75,21 +75,21 @@ def test_nemo_rl_3938_a_prompt_that_always_fails_is_given_up_and_counted() -> No
     world = world_of("on-policy", num_fetches=2, max_tries=3)
     for _ in range(3):
         assert world.state.groups[0].phase == "running"
-        world.happen(events.GroupFailed(0, "the tool raised"))
+        world.happen(GroupFailed(0, "the tool raised"))
     assert 0 not in world.state.groups and world.state.num_dropped == 1 and 2 in world.state.groups
 
 
 def test_a_function_that_always_raises_ends_the_run_with_its_words() -> None:
     world = world_of("async", num_fetches=10, max_failures_in_row=4)
     while not world.stopped:
-        world.happen(events.GroupFailed(min(world.state.groups), "ValueError: no such tool"))
+        world.happen(GroupFailed(min(world.state.groups), "ValueError: no such tool"))
     assert "4 groups failed one after the other" in world.stopped.reason
     assert "no such tool" in world.stopped.reason
 
 
 def test_nemo_rl_2899_the_end_of_the_data_ends_the_run_and_says_so() -> None:
     world = world_of("async", num_fetches=10, lead=1.0)
-    world.happen(events.StreamEnd())
+    world.happen(StreamEnd())
     finish(world, *sorted(world.state.groups)[:3])
     train(world)
     while not world.stopped:
@@ -113,14 +113,14 @@ def test_nemo_rl_3238_a_straggler_wedges_nothing_at_a_resume() -> None:
     """One of its samples was done at the kill; it begins again, and where it never ends another takes its place."""
     world = world_of("async", num_fetches=6, save_interval=1, samples_per_group=2, max_tries=1)
     finish(world, 1, 2)
-    world.happen(events.SampleDone(0))
-    world.happen(events.TrainDone())
+    world.happen(SampleDone(0))
+    world.happen(TrainDone())
     for _ in range(3):
         world.restart()
         assert world.state.groups[0].phase == "running" and world.state.groups[0].num_running == 2
-    world.happen(events.GroupFailed(0, "its time limit"))
+    world.happen(GroupFailed(0, "its time limit"))
     run(world, random.Random(8))
-    assert world.stopped == events.Stop() and sorted(world.trained) == list(range(1, 13))
+    assert world.stopped == Stop() and sorted(world.trained) == list(range(1, 13))
 
 
 def test_openrlhf_1322_spare_groups_are_kept_over_a_resume() -> None:
@@ -138,10 +138,10 @@ def test_verl_7759_a_resume_submits_nothing_beside_what_was_submitted() -> None:
     worlds = [world_of("async-partial", num_fetches=6, save_interval=1) for _ in range(2)]
     for world in worlds:
         finish(world, 0, 1)
-        world.happen(events.TrainDone())
+        world.happen(TrainDone())
     going_on, killed = worlds
     killed.restart()
-    going_on.happen(events.Pushed())
+    going_on.happen(Pushed())
     assert killed.state.next_ordinal == going_on.state.next_ordinal
     assert sorted(killed.state.groups) == sorted(going_on.state.groups)
     run(killed, random.Random(9))
@@ -151,10 +151,10 @@ def test_verl_7759_a_resume_submits_nothing_beside_what_was_submitted() -> None:
 def test_labs_molt_124_no_tail_straddles_a_push_that_drains() -> None:
     world = world_of("async", num_fetches=10, samples_per_group=3)
     finish(world, 0, 1)
-    world.happen(events.TrainDone())
+    world.happen(TrainDone())
     while running := world.state.of("running"):
         assert not world.state.pushing and why(world, "trainers").on == tuple(group.ordinal for group in running)
-        world.happen(events.SampleDone(running[0].ordinal))
+        world.happen(SampleDone(running[0].ordinal))
     assert world.state.pushing  # though rewards are missing yet
     assert not world.state.of("running")
 
@@ -165,8 +165,8 @@ def test_verl_7568_and_vllm_54443_a_group_is_as_old_as_its_oldest_token() -> Non
     finish(world, 0, 1)
     train(world)
     (young,) = [group.ordinal for group in world.state.of("running") if group.born == 1][:1]
-    world.happen(events.SampleDone(young))
-    world.happen(events.GroupReady(young, oldest=0))
+    world.happen(SampleDone(young))
+    world.happen(GroupReady(young, oldest=0))
     assert world.state.groups[young].born == 0
 
 
@@ -175,10 +175,10 @@ def test_one_step_off_generates_a_batch_while_it_trains_the_one_before() -> None
     world = world_of("one-step-off", num_fetches=3)
     finish(world, 0, 1)
     assert world.state.lease == (0, 1) and {g.ordinal for g in world.state.of("running")} == {2, 3}
-    world.happen(events.TrainDone())
+    world.happen(TrainDone())
     assert why(world, "trainers").on == (2, 3)  # the push waits
     finish(world, 2, 3)
-    world.happen(events.Pushed())
+    world.happen(Pushed())
     assert world.state.lease == (2, 3) and world.staleness == [0, 0, 1, 1]
 
 
@@ -189,7 +189,7 @@ def test_trainers_and_engines_of_one_device_work_in_turn() -> None:
     finish(world, 7)
     for fetch in range(4):
         assert world.state.lease == (2 * fetch, 2 * fetch + 1) and not world.state.of("running")
-        world.happen(events.TrainDone())
+        world.happen(TrainDone())
     assert world.state.pushing
 
 

@@ -4,11 +4,9 @@ import random
 
 import pytest
 
-from fusionrl.pipeline import apply as applying
-from fusionrl.pipeline import decide as rules
-from fusionrl.pipeline import events
+from fusionrl.pipeline import controller
 from fusionrl.pipeline.knobs import PIPELINES, Knobs
-from fusionrl.pipeline.state import State
+from fusionrl.pipeline.state import Push, State, Stop, StreamEnd, Wait
 from tests.pipeline.world import World, run
 
 NUM_EVENTS = 20_000
@@ -54,7 +52,7 @@ def test_every_run_ends_with_all_that_was_asked_for() -> None:
     while count < NUM_EVENTS:
         world, added = whole_run(seed)
         knobs = world.knobs
-        assert world.stopped == events.Stop() and knobs.num_fetches is not None, seed
+        assert world.stopped == Stop() and knobs.num_fetches is not None, seed
         assert len(world.trained) == len(set(world.trained)) == knobs.num_fetches * knobs.groups_per_fetch, seed
         assert max(world.staleness) <= knobs.max_staleness, seed
         exact |= {knobs.max_staleness} & {max(world.staleness)}
@@ -84,9 +82,9 @@ def test_the_data_may_end_at_any_time() -> None:
             if not world.stopped:
                 world.happen(mishap or choose.choice(world.possible()))
         if not world.stopped:
-            world.happen(events.StreamEnd())
+            world.happen(StreamEnd())
         run(world, choose, restarts=0.02)
-        assert isinstance(rules.decide(world.state, world.knobs)[0], events.Stop), "it stays ended"
+        assert isinstance(controller.decide(world.state, world.knobs)[0], Stop), "it stays ended"
         assert max(world.staleness, default=0) <= world.knobs.max_staleness
         assert len(world.trained) == len(set(world.trained))
 
@@ -97,7 +95,7 @@ def test_the_data_may_end_at_any_time() -> None:
 def drain_all(state: State, knobs: Knobs):
     """Waits for ready groups as well, which are trained after the push only."""
     live = [ordinal for ordinal, group in state.groups.items() if group.phase != "pending"]
-    return (events.Wait("trainers", "", tuple(live)),) if live else (events.Push(state.version + 1),)
+    return (Wait("trainers", "", tuple(live)),) if live else (Push(state.version + 1),)
 
 
 def lose_the_unready(cls, data, fetches_per_push, kept=None):
@@ -113,19 +111,19 @@ def late_for_this_version_only(state: State, knobs: Knobs, left):
 
 TWO_AHEAD = {"max_staleness": 2, "lead": 2.0, "in_flight": "retract", "at_deadline": "wait", "spare_groups": 0}
 TWO_AHEAD |= {"exclusive": False}
-ORIGINAL, LATECOMERS = State.from_dict, rules.latecomers
-NEW_PERMITS, IN_ORDER = rules.new_permits, rules.in_dispatch_order
+ORIGINAL, LATECOMERS = State.from_dict, controller.latecomers
+NEW_PERMITS, IN_ORDER = controller.new_permits, controller.in_dispatch_order
 MUTANTS = {
-    "I1 one group too many": (rules, "new_permits", lambda *given: NEW_PERMITS(*given) + 1, {}),
-    "I1 any number of samples": (rules, "permits", lambda state, knobs: (1000, ""), {"max_samples_in_flight": 4}),
-    "I2 due later is not due": (rules, "latecomers", late_for_this_version_only, TWO_AHEAD),
-    "I3 the newest first": (rules, "in_dispatch_order", lambda groups: IN_ORDER(groups)[::-1], {}),
-    "I4 nobody is late": (rules, "latecomers", lambda state, knobs, left: [], {"at_deadline": "wait"}),
-    "I5 kept too long": (rules, "left_behind", lambda state, knobs, left: [], {"at_deadline": "drop"}),
-    "I6 forgotten": (applying, "_end", lambda state, ordinal, *, dropped: state.groups.pop(ordinal), {}),
+    "I1 one group too many": (controller, "new_permits", lambda *given: NEW_PERMITS(*given) + 1, {}),
+    "I1 any number of samples": (controller, "permits", lambda state, knobs: (1000, ""), {"max_samples_in_flight": 4}),
+    "I2 due later is not due": (controller, "latecomers", late_for_this_version_only, TWO_AHEAD),
+    "I3 the newest first": (controller, "in_dispatch_order", lambda groups: IN_ORDER(groups)[::-1], {}),
+    "I4 nobody is late": (controller, "latecomers", lambda state, knobs, left: [], {"at_deadline": "wait"}),
+    "I5 kept too long": (controller, "left_behind", lambda state, knobs, left: [], {"at_deadline": "drop"}),
+    "I6 forgotten": (controller, "_end", lambda state, ordinal, *, dropped: state.groups.pop(ordinal), {}),
     "I6 lost at a resume": (State, "from_dict", classmethod(lose_the_unready), {"save_interval": 1}),
-    "I7 no drain": (rules, "push_actions", lambda state, _: (events.Push(state.version + 1),), {"in_flight": "drain"}),
-    "I8 drained for ever": (rules, "push_actions", drain_all, {}),
+    "I7 no drain": (controller, "push_actions", lambda state, _: (Push(state.version + 1),), {"in_flight": "drain"}),
+    "I8 drained for ever": (controller, "push_actions", drain_all, {}),
 }
 
 

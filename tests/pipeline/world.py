@@ -7,15 +7,29 @@ import random
 from dataclasses import dataclass, field
 from typing import get_args
 
-from fusionrl.pipeline import decide as rules
-from fusionrl.pipeline import events
-from fusionrl.pipeline.apply import apply
-from fusionrl.pipeline.decide import base_limit, surplus
-from fusionrl.pipeline.events import Action
+from fusionrl.pipeline import controller
+from fusionrl.pipeline.controller import apply, base_limit, surplus
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.pipeline.state import State
+from fusionrl.pipeline.state import (
+    Action,
+    Admit,
+    Admitted,
+    Drop,
+    Event,
+    Fetch,
+    GroupFailed,
+    GroupReady,
+    Parked,
+    Push,
+    Pushed,
+    SampleDone,
+    Started,
+    State,
+    Stop,
+    TrainDone,
+)
 
-STARTED = get_args(events.Started)
+STARTED = get_args(Started)
 
 
 class Broken(AssertionError):
@@ -29,7 +43,7 @@ class World:
     knobs: Knobs
     state: State = field(default_factory=State)
     waits: tuple[Action, ...] = ()
-    stopped: events.Stop | None = None
+    stopped: Stop | None = None
     trained: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     save_interval: int | None = None  # fetches between checkpoints
@@ -48,7 +62,7 @@ class World:
         """Begin whatever may begin, until all that is left are waits or the end."""
         for _ in range(100_000):
             self.save_if_due()
-            actions = rules.decide(self.state, self.knobs)
+            actions = controller.decide(self.state, self.knobs)
             if not actions:
                 raise Broken("nothing is decided, not even a wait")
             begun = False
@@ -68,48 +82,48 @@ class World:
 
     def begin(self, action: Action) -> bool:
         """Begin one action; returns whether that changed anything."""
-        if isinstance(action, events.Stop):
+        if isinstance(action, Stop):
             self.stopped = action
-        elif isinstance(action, events.Admit):
+        elif isinstance(action, Admit):
             self.admit(action)
         elif isinstance(action, STARTED):
             self.complain(wrong_begin(self.state, self.knobs, action))
-            if isinstance(action, events.Fetch):
+            if isinstance(action, Fetch):
                 self.staleness += [action.version - self.state.groups[o].born for o in action.ordinals]
             self.do(action)
-        return isinstance(action, (events.Admit, *STARTED))
+        return isinstance(action, (Admit, *STARTED))
 
-    def admit(self, action: events.Admit) -> None:
+    def admit(self, action: Admit) -> None:
         new = range(self.state.next_ordinal, self.state.next_ordinal + action.num_new)
         for ordinal in (*action.pending, *new):
             known = self.state.groups.get(ordinal)
             oldest = known.born if known is not None and known.has_tokens else None
-            self.do(events.Admitted(ordinal, self.knobs.samples_per_group, oldest))
+            self.do(Admitted(ordinal, self.knobs.samples_per_group, oldest))
 
-    def do(self, event: events.Event | events.Started) -> None:
+    def do(self, event: Event | Started) -> None:
         self.log.append(event)
         apply(self.state, self.knobs, event)
 
     def check(self) -> None:
         self.complain(violations(self.state, self.knobs))
 
-    def happen(self, event: events.Event | events.Drop) -> None:
+    def happen(self, event: Event | Drop) -> None:
         """One thing happens, and what it allows begins."""
-        if isinstance(event, events.TrainDone):
+        if isinstance(event, TrainDone):
             self.trained += self.state.lease
         self.do(event)
         self.settle()
 
-    def possible(self) -> list[events.Event | events.Drop]:
+    def possible(self) -> list[Event | Drop]:
         """What may happen next, of what goes well."""
         state = self.state
-        found: list[events.Event | events.Drop] = [events.SampleDone(group.ordinal) for group in state.of("running")]
-        found += [events.GroupReady(group.ordinal) for group in state.of("scoring")]
-        found += [events.TrainDone()] if state.lease else []
-        found += [events.Pushed()] if state.pushing else []
+        found: list[Event | Drop] = [SampleDone(group.ordinal) for group in state.of("running")]
+        found += [GroupReady(group.ordinal) for group in state.of("scoring")]
+        found += [TrainDone()] if state.lease else []
+        found += [Pushed()] if state.pushing else []
         return found
 
-    def mishap(self, choose: random.Random) -> events.Event | events.Drop | None:
+    def mishap(self, choose: random.Random) -> Event | Drop | None:
         """Something that goes wrong."""
         state = self.state
         groups = state.of("running", "scoring")
@@ -117,12 +131,12 @@ class World:
             return None
         group = choose.choice(groups)
         found = [
-            events.GroupFailed(group.ordinal, "it raised"),
-            events.Drop(group.ordinal, "filtered"),
-            events.Parked(group.ordinal, choose.choice([None, group.born])),
+            GroupFailed(group.ordinal, "it raised"),
+            Drop(group.ordinal, "filtered"),
+            Parked(group.ordinal, choose.choice([None, group.born])),
         ]
         if not state.stream_ended and not state.pushing:
-            found.append(events.Admitted(state.next_ordinal, self.knobs.samples_per_group, is_spare=True))
+            found.append(Admitted(state.next_ordinal, self.knobs.samples_per_group, is_spare=True))
         return choose.choice(found)
 
     def restart(self) -> None:
@@ -206,10 +220,10 @@ def infeasible(state: State, knobs: Knobs) -> list[str]:
     return problems
 
 
-def wrong_begin(state: State, knobs: Knobs, action: events.Started) -> list[str]:
+def wrong_begin(state: State, knobs: Knobs, action: Started) -> list[str]:
     """Return what is wrong with an action that is about to begin in `state`."""
     problems = []
-    if isinstance(action, events.Fetch):
+    if isinstance(action, Fetch):
         groups = [state.groups[ordinal] for ordinal in action.ordinals]
         ready = sorted((group for group in state.of("ready")), key=lambda group: group.order)
         if [group.ordinal for group in ready[: len(groups)]] != list(action.ordinals):
@@ -223,8 +237,8 @@ def wrong_begin(state: State, knobs: Knobs, action: events.Started) -> list[str]
         old = [group.ordinal for group in groups if state.version - group.born > knobs.max_staleness]
         if old or action.version != state.version:
             problems.append(f"I5: groups {old} are older than {knobs.max_staleness} versions")
-    if isinstance(action, events.Drop) and action.reason == "deadline" and knobs.at_deadline == "wait":
+    if isinstance(action, Drop) and action.reason == "deadline" and knobs.at_deadline == "wait":
         problems.append(f"I4: group {action.ordinal} is dropped where it is to be waited for")
-    if isinstance(action, events.Push) and knobs.in_flight == "drain" and state.samples_in_flight:
+    if isinstance(action, Push) and knobs.in_flight == "drain" and state.samples_in_flight:
         problems.append(f"I7: {state.samples_in_flight} samples are in flight at a push")
     return problems

@@ -8,11 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusionrl.pipeline import events
-from fusionrl.pipeline.apply import apply
-from fusionrl.pipeline.decide import decide
+from fusionrl.pipeline.controller import apply, decide
 from fusionrl.pipeline.knobs import PIPELINES, Knobs
-from fusionrl.pipeline.state import State
+from fusionrl.pipeline.state import Admit, Admitted, Drop, Fetch, GroupReady, Push, Pushed, SampleDone, State, TrainDone
 from tools.bench.engine_model import Company, Machine, PacedBatch, Request
 from tools.bench.pipelines_paced import BATCHES_AFTER, Row, Setting
 
@@ -74,29 +72,29 @@ class VirtualRun:
     def _begin(self) -> bool:
         """Begin the first action that may begin; returns whether there was one."""
         for action in decide(self.state, self.knobs):
-            if isinstance(action, events.Admit):
+            if isinstance(action, Admit):
                 for _ in range(action.num_new):
                     self._admit()
                 return True
-            if isinstance(action, events.Fetch):
+            if isinstance(action, Fetch):
                 tokens = sum(self._tokens[ordinal] for ordinal in action.ordinals)
                 self._count_ages(action)
                 log_probs_s = self._setting.log_probs_s if self._row.log_probs else 0.0
                 seconds = (self._setting.update_s + log_probs_s) * tokens / self._mean
                 self._trained_s += seconds
                 self._train_end = self.now + seconds
-            elif isinstance(action, events.Push):
+            elif isinstance(action, Push):
                 self._push_end = self.now + self._setting.push_s
                 self._most_parked = max(self._most_parked, sum(len(engine.running) for engine in self._engines))
                 for engine in self._engines:
                     engine.pause("in_place" if self.knobs.in_flight == "in_place" else "retract")
-            elif not isinstance(action, events.Drop):
+            elif not isinstance(action, Drop):
                 continue
             apply(self.state, self.knobs, action)
             return True
         return False
 
-    def _count_ages(self, fetch: events.Fetch) -> None:
+    def _count_ages(self, fetch: Fetch) -> None:
         for ordinal in fetch.ordinals:
             for version, tokens in self._versions.pop(ordinal).items():
                 self._tokens_trained += tokens
@@ -105,7 +103,7 @@ class VirtualRun:
 
     def _admit(self) -> None:
         ordinal, count = self.state.next_ordinal, self._setting.samples
-        apply(self.state, self.knobs, events.Admitted(ordinal, count))
+        apply(self.state, self.knobs, Admitted(ordinal, count))
         self._left[ordinal], self._tokens[ordinal], self._oldest[ordinal] = count, 0.0, self.state.version
         self._versions[ordinal] = Counter()
         engine = min(self._engines, key=lambda engine: len(engine.running) + len(engine.waiting))
@@ -126,15 +124,15 @@ class VirtualRun:
                 for version, end in engine.spans_of(request):
                     self._versions[ordinal][int(version)] += end - before  # type: ignore[assignment]
                     before = end
-                apply(self.state, self.knobs, events.SampleDone(ordinal))
+                apply(self.state, self.knobs, SampleDone(ordinal))
                 if not self._left[ordinal]:
-                    apply(self.state, self.knobs, events.GroupReady(ordinal, self._oldest[ordinal]))
+                    apply(self.state, self.knobs, GroupReady(ordinal, self._oldest[ordinal]))
         if self._train_end is not None and self.now >= self._train_end:
             self._train_end = None
-            apply(self.state, self.knobs, events.TrainDone())
+            apply(self.state, self.knobs, TrainDone())
         if self._push_end is not None and self.now >= self._push_end:
             self._push_end = None
-            apply(self.state, self.knobs, events.Pushed())
+            apply(self.state, self.knobs, Pushed())
             for engine in self._engines:
                 engine.set_version(str(self.state.version))
                 engine.resume()
