@@ -39,8 +39,7 @@ from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_worker import EngineWorker
 from fusionrl.runtime.ray_cluster import actor_on, start_ray
 from fusionrl.runtime.worker_actors import PolicyWorker
-from fusionrl.weights.disk_push import push_by_disk
-from fusionrl.weights.push import push_weights
+from fusionrl.weights.push import push_by_disk, push_weights
 from fusionrl.weights.verify import Verification, compare_checksums
 
 BOUND = 1e-5  # of log-prob differences, in fp32

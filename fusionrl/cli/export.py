@@ -18,7 +18,7 @@ from fusionrl.observe.run_dir import holds_run
 from fusionrl.runtime.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
-    from fusionrl.weights.merge import ReadTensor
+    from fusionrl.weights.adapters import ReadTensor
 
 _FLAG, _COMMAND = "--hf-checkpoint", "fusionrl export"
 
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 def _export(source: Path, out: Path, merges: bool, name: str | None, base: str | None) -> None:
     from fusionrl.models.hf_io import HFReader, save_hf
     from fusionrl.models.peft_folder import write_peft
-    from fusionrl.weights.merge import merged_tensors
+    from fusionrl.weights.adapters import merged_tensors
 
     is_peft = (source / CONFIG).is_file()
     if is_peft and not merges:

@@ -123,7 +123,7 @@ class EngineControl:
 
     @phase("join weight group")
     def init_weights_update_group(self, **group: object) -> None:
-        """Join the group of `fusionrl.weights.process_group.init_external_group` as ranks `rank_offset...`.
+        """Join the group of `fusionrl.weights.broadcast.init_external_group` as ranks `rank_offset...`.
 
         `group` has the request's fields in SGLang: master_address, master_port, rank_offset, world_size, group_name and
         backend. Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.

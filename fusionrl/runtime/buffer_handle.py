@@ -17,7 +17,7 @@ from fusionrl.config.user_code import HookError
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import root_cause
 from fusionrl.runtime.supervisor import Supervisor
-from fusionrl.weights.in_process import get, wait
+from fusionrl.weights.remote_calls import get, wait
 
 logger = logging.getLogger(__name__)
 

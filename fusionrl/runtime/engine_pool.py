@@ -16,7 +16,7 @@ from fusionrl.runtime.engine_specs import expert_parts
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import gather
 from fusionrl.runtime.recovery import Recovery
-from fusionrl.weights.in_process import get, wait
+from fusionrl.weights.remote_calls import get, wait
 
 logger = logging.getLogger(__name__)
 

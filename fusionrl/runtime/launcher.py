@@ -41,7 +41,7 @@ from fusionrl.runtime.engine_worker import EngineWorker
 from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
 from fusionrl.runtime.ray_cluster import LEAVE_DEVICES, Bundle, actor_on, is_alone, is_running, place_devices, start_ray
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS, BufferWorker
-from fusionrl.weights.in_process import get
+from fusionrl.weights.remote_calls import get
 
 logger = logging.getLogger(__name__)
 

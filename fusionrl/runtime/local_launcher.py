@@ -20,7 +20,7 @@ from fusionrl.runtime.engine_specs import EngineRole
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import Bundle
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS
-from fusionrl.weights.in_process import LocalActor, end, put
+from fusionrl.weights.remote_calls import LocalActor, end, put
 
 _ENGINE_THREADS = 8  # as the Ray actor of an engine answers so many calls at once
 

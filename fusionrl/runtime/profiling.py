@@ -11,8 +11,7 @@ from fusionrl.observe.spans import phase
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import FAILURES
 from fusionrl.runtime.trainers import TrainerGroups
-from fusionrl.weights.in_process import get, wait
-from fusionrl.weights.remote_calls import Reference
+from fusionrl.weights.remote_calls import Reference, get, wait
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from fusionrl.base.pending_calls import waiting
 from fusionrl.plan.visible_devices import VARIABLE, Gpu, countable, locate
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
 from fusionrl.runtime.ray_processes import only_what_is_used
-from fusionrl.weights.in_process import get, wait
-from fusionrl.weights.remote_calls import Reference
+from fusionrl.weights.remote_calls import Reference, get, wait
 
 T = TypeVar("T")
 

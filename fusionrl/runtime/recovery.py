@@ -22,7 +22,7 @@ from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.engines.router import Router
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import gather, root_cause
-from fusionrl.weights.in_process import get, wait
+from fusionrl.weights.remote_calls import get, wait
 
 logger = logging.getLogger(__name__)
 

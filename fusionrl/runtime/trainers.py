@@ -11,7 +11,7 @@ from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.ray_cluster import gather
-from fusionrl.weights.in_process import get
+from fusionrl.weights.remote_calls import get
 
 Refs = Sequence[ray.ObjectRef]
 

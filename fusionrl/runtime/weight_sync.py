@@ -17,8 +17,7 @@ from fusionrl.runtime.engine_specs import TORCH_DTYPES
 from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.ray_cluster import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
-from fusionrl.weights.disk_push import drop_files, push_by_disk
-from fusionrl.weights.push import push_adapters, push_weights
+from fusionrl.weights.push import drop_files, push_adapters, push_by_disk, push_weights
 from fusionrl.weights.remote_calls import merge_loss, wait_all
 from fusionrl.weights.verify import Verification, WeightMismatch
 

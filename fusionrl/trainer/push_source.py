@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fusionrl.models.adapters import AdapterSpec
     from fusionrl.models.shape import ModelShape
     from fusionrl.weights.disk import DiskWriter
-    from fusionrl.weights.export import Exporter
+    from fusionrl.weights.gather import Exporter
     from fusionrl.weights.remote_calls import MergeLosses, MergeSums, SendReport, WriteReport
     from fusionrl.weights.send import WeightSender
 
@@ -123,7 +123,7 @@ class PushSource(AdapterTrainer):
         return "float32" if self.plan.rollout_dtype == "fp32" else "bfloat16"
 
     def _exporter(self, shape: ModelShape | None = None) -> Exporter:
-        from fusionrl.weights.export import Exporter
+        from fusionrl.weights.gather import Exporter
 
         return Exporter(
             self.trained.chunks,

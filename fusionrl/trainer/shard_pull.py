@@ -11,7 +11,7 @@ import numpy as np
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.spans import span
 from fusionrl.trainer.sample_columns import Columns
-from fusionrl.weights.in_process import get
+from fusionrl.weights.remote_calls import get
 
 if TYPE_CHECKING:
     from ray import ObjectRef

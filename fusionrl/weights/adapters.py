@@ -1,10 +1,15 @@
-"""The trainers' half of an adapter push: the files of PEFT folders, in the engines' precision, to each engine."""
+"""Adapters in a push: as files of PEFT folders in the engines' precision, or added to the weights, W + scale · B A.
+
+Sums are in fp32 and rounded once. In bf16 a weight keeps eight bits, so that an update far smaller than the weight is
+lost: `Merger.sums` has how much of it.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -13,15 +18,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fusionrl.engines.engine import Files
-from fusionrl.models.adapters import AdapterSpec, peft_module, peft_sizes
+from fusionrl.models import convert, families
+from fusionrl.models.adapters import ADAPTER, AdapterSpec, peft_module, peft_sizes, targeted_names
 from fusionrl.models.families import hf_shapes
+from fusionrl.models.hf_io import HFReader
 from fusionrl.models.peft_config import CONFIG, WEIGHTS, peft_config, read_peft
 from fusionrl.models.peft_folder import PeftReader
-from fusionrl.models.rules import Sizes
+from fusionrl.models.rules import Rule, Sizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.gather import DTYPES
-from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, wait_all
+from fusionrl.weights.remote_calls import MergeSums, SendReport, new_send_report, note_sent, wait_all
 
 # Modules that engines have as one: SGLang takes an adapter of all of them.
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -32,8 +38,9 @@ def engine_files(tensors: Iterable[tuple[str, Tensor]], spec: AdapterSpec, shape
 
     SGLang multiplies by lora_alpha / r, whatever else the config says.
     """
-    named = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors}
-    named |= {name: torch.zeros(sizes, dtype=DTYPES[dtype]) for name, sizes in _missing(spec, shape).items()}
+    precision: torch.dtype = getattr(torch, dtype)
+    named = {name: tensor.detach().to("cpu", precision).contiguous() for name, tensor in tensors}
+    named |= {name: torch.zeros(sizes, dtype=precision) for name, sizes in _missing(spec, shape).items()}
     both = (CONFIG, _config(spec, shape)), (WEIGHTS, save(named))
     return {name: np.frombuffer(data, np.uint8) for name, data in both}
 
@@ -81,3 +88,80 @@ def send_files(
     num_bytes = sum(data.nbytes for files in adapters.values() for data in files.values())
     note_sent(report, start, num_bytes=num_bytes, num_calls=len(calls))
     return report
+
+
+ReadTensor = Callable[[str, Sizes], Tensor]
+"""Reads a tensor by its name and sizes."""
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return (W + scale · B A, scale · B A) in fp32.
+
+    weight  # [..., in]
+    a       # [rank, in]
+    b       # [..., rank]
+    """
+    added = (b.float() @ a.float()).mul_(scale)
+    return weight.float() + added, added
+
+
+def merged_tensors(
+    base: HFReader, shape: ModelShape, spec: AdapterSpec, factor: ReadTensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor) of a model's folder, with adapters added, in the folder's precision.
+
+    `factor` reads a tensor of the adapters. Tensors in fp8 become bf16.
+    """
+    in_fp8 = base.quantization.names if base.quantization is not None else frozenset()
+    targeted, sizes = targeted_names(shape, spec), peft_sizes(shape, spec)
+    for name, own in families.hf_shapes(shape).items():
+        if name not in base.names and name not in targeted:
+            continue  # optional
+        weight = base.get(name, own)
+        dtype = torch.bfloat16 if name in in_fp8 else weight.dtype
+        if name in targeted:
+            a, b = (f"{peft_module(name)}.lora_{letter}.weight" for letter in "AB")
+            weight, _ = merged(weight, factor(a, sizes[a]), factor(b, sizes[b]), spec.scale)
+        yield name, weight.to(dtype)
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Adds a rank's adapters to its parts of the weights, one tensor at a time.
+
+    adapters  Megatron name → (rule, this rank's part), as `local_adapters` lists them
+    dtype     of what engines get
+    sums      grow by what rounding loses of each piece
+    """
+
+    adapters: Mapping[str, tuple[Rule, Tensor]]
+    scale: float
+    dtype: torch.dtype
+    sums: MergeSums
+
+    def piece(self, rule: Rule, value: Tensor, place: int, size: int) -> Tensor:
+        """Return `convert.piece`, with its adapter if it has one."""
+        piece = convert.piece(rule, value, place, size)
+        if (factors := self._factors(rule, place, size)) is None:
+            return piece
+        exact, added = merged(piece, *factors, self.scale)
+        rounded = exact.to(self.dtype)
+        if self.dtype != torch.float32:
+            self.sums.lost += exact.sub_(rounded).square_().sum()
+            self.sums.added += added.square_().sum()
+        return rounded
+
+    def part(self, rule: Rule, value: Tensor, size: int) -> Tensor:
+        """Return this rank's part of a Megatron tensor, one of `size`, as engines get it."""
+        if not any(self._factors(rule, place, size) for place in range(len(rule.hf))):
+            return value if rule.is_fp32 else value.to(self.dtype)
+        pieces = [self.piece(rule, value, place, size) for place in range(len(rule.hf))]
+        return convert.join(rule, [piece.reshape(-1, value.size(1)).to(self.dtype) for piece in pieces], size)
+
+    def _factors(self, rule: Rule, place: int, size: int) -> tuple[Tensor, Tensor] | None:
+        """Return A and B of tensor `place` of the rule, the rows of B in the order of those of the piece."""
+        prefix = rule.megatron.removesuffix(".weight") + ADAPTER
+        if (held := self.adapters.get(f"{prefix}B.{place}")) is None:
+            return None
+        rule_of_b, b = held
+        return self.adapters[f"{prefix}A.{place}"][1].detach(), convert.pieces(rule_of_b, b.detach(), size)[0]

@@ -1,24 +1,29 @@
 """The executor `broadcast`: one group of a source and all ranks of its engines, one flat broadcast a bucket.
 
 The group is NCCL or gloo (which also takes CUDA tensors), stays from push to push, and is made anew when an engine has
-started again.
+started again. It is outside the trainer's default group.
+
+The threads of a push are here, too. Each sets its GPU first: in torch a new thread uses the process's first one, and
+streams, NCCL and CUDA IPC would take another rank's.
 """
 
+import inspect
+import logging
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fusionrl.base.group_rendezvous import MIXED_GROUP, PUSH_GROUP, attend, call_off
+from fusionrl.base.group_rendezvous import MIXED_GROUP, PUSH_GROUP, attend, call_off, connecting, meet
 from fusionrl.base.torch_stores import create_group_store
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.process_group import init_external_group
-from fusionrl.weights.push_threads import in_thread, start_thread
 from fusionrl.weights.remote_calls import Reference, future_of, wait_all
 
 _CALL_OFF_S = 5.0  # for the run's own engines to notice that a meeting is called off
@@ -151,3 +156,73 @@ def _leave(group: dist.ProcessGroup) -> None:
 
 def _processes(targets: Sequence[EngineTarget]) -> list[tuple[int, int]]:
     return [(target.index, target.num_restarts) for target in targets]
+
+
+def init_external_group(
+    backend: str, store: dist.Store, world_size: int, rank: int, group_name: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Join the group `group_name`; blocks until all `world_size` ranks have. Its communicator is there afterwards.
+
+    On the engine's side, `/init_weights_update_group`, every rank opens the store at the given address, puts the
+    group's name as a prefix before its keys, and makes a group from it with torch's constructor. torch has no public
+    call for a second, independent group, so both sides use the constructor behind `init_process_group`.
+
+    `store` is the one that `fusionrl.base.torch_stores.create_group_store` made on rank 0. `timeout_s` bounds the
+    meeting, which may be called off (`fusionrl.base.group_rendezvous`), and every later collective.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    meet(store, rank, world_size, timeout_s)
+    # torch 2.6 renamed the argument.
+    parameters = inspect.signature(c10d._new_process_group_helper).parameters
+    options = "backend_options" if "backend_options" in parameters else "pg_options"
+    group, _ = connecting(c10d._new_process_group_helper)(
+        world_size,
+        rank,
+        [],  # no ranks of a default group: the group stands alone
+        c10d.Backend(backend),
+        dist.PrefixStore(group_name, store),
+        group_name=group_name,
+        timeout=timeout,
+        **{options: None},
+    )
+    # Collectives translate a global rank into the group's; here they are the same.
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def start_thread(
+    device: torch.device, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs
+) -> threading.Thread:
+    """Call `function` in a thread that works on `device` and does not keep the process alive."""
+
+    def run() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        function(*args, **kwargs)
+
+    thread = threading.Thread(target=run, name="weight-push", daemon=True)
+    thread.start()
+    return thread
+
+
+def in_thread(device: torch.device, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Start such a call; return its future, which may stay unread."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function(*args, **kwargs))
+        except BaseException as error:  # handed over to the thread that asks for the result
+            logger.debug("in a thread of a push", exc_info=True)
+            # Its traceback holds this frame, and so the arguments: a store that ends with its last reference.
+            answer.set_exception(error.with_traceback(None))
+
+    start_thread(device, run)
+    return answer

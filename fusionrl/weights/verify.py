@@ -15,7 +15,7 @@ from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.generation import Generation
 from fusionrl.models.vision import NAMES as TOWER
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.in_process import get
+from fusionrl.weights.remote_calls import get
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

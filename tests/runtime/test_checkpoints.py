@@ -18,7 +18,7 @@ from fusionrl.runtime.run import rescue
 from fusionrl.runtime.run_context import Run
 from fusionrl.runtime.saver import Saver
 from fusionrl.runtime.supervisor import StopSignal
-from fusionrl.weights.in_process import put
+from fusionrl.weights.remote_calls import put
 from tests.runtime.run_fakes import Cluster, Diary, run_of
 
 

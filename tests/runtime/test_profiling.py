@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.config.profile import ProfileOrder
 from fusionrl.runtime.profiling import Profiling
-from fusionrl.weights.in_process import LocalActor
+from fusionrl.weights.remote_calls import LocalActor
 
 
 class Noted:

@@ -26,7 +26,7 @@ from fusionrl.runtime.ray_cluster import place_devices
 from fusionrl.runtime.ray_imports import WHEN_IT_ANSWERS
 from fusionrl.runtime.supervisor import StopSignal, Supervisor, Terminated
 from fusionrl.runtime.watchdog import Watchdog
-from fusionrl.weights.in_process import get
+from fusionrl.weights.remote_calls import get
 from tests.own_process import wait_until
 
 WORK_S = 2.0

@@ -21,7 +21,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.checksums import engine_checksums
 from fusionrl.weights.disk import DiskOptions
-from fusionrl.weights.disk_push import drop_files, push_by_disk
+from fusionrl.weights.push import drop_files, push_by_disk
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.test_weight_files import drop, make_writer, spoil, write
 from tests.trainer.trainer_worker import LocalRanks, Samples, config_of, weights

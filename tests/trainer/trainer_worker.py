@@ -167,8 +167,7 @@ def gathered(
 
     from fusionrl.models.fp8 import quantized
     from fusionrl.plan.push import plan_push
-    from fusionrl.weights.export import Exporter
-    from fusionrl.weights.gather import convert_in_place, views_of
+    from fusionrl.weights.gather import Exporter, convert_in_place, views_of
 
     trained = actor.trained
     place = actor.shape, actor.layout, actor.rank, dtype, actor.device
@@ -209,7 +208,7 @@ def merge_drawn(folder: Path, config: Config, out: Path) -> Path:
     from fusionrl.models.hf_io import HFReader, save_hf
     from fusionrl.models.shape import read_model_shape
     from fusionrl.plan.adapters import adapters_of
-    from fusionrl.weights.merge import merged_tensors
+    from fusionrl.weights.adapters import merged_tensors
 
     shape = read_model_shape(folder)
     spec = adapters_of(config, shape)

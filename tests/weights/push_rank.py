@@ -8,7 +8,7 @@ from tests.trainer.local_ranks import LocalRanks
 def _sender(actor: Any, buffer_size: int, timeout_s: float) -> Any:
     import torch.distributed as dist
 
-    from fusionrl.weights.export import Exporter
+    from fusionrl.weights.gather import Exporter
     from fusionrl.weights.send import WeightSender
 
     if not hasattr(actor, "sender"):

@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.weights import cuda_ipc
 from fusionrl.weights.cuda_ipc import STORAGE_DEVICE, CudaIpc, with_uuid
-from fusionrl.weights.export import Exporter
+from fusionrl.weights.gather import Exporter
 from fusionrl.weights.remote_calls import stamp_of
 from fusionrl.weights.send import WeightSender
 

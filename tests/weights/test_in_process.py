@@ -7,8 +7,7 @@ from concurrent.futures import Future
 import pytest
 from ray.exceptions import RayTaskError
 
-from fusionrl.weights.in_process import LocalActor, LocalRef, end, get, put, wait
-from fusionrl.weights.remote_calls import wait_all
+from fusionrl.weights.remote_calls import LocalActor, LocalRef, end, get, put, wait, wait_all
 
 
 class Counter:

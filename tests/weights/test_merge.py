@@ -12,7 +12,7 @@ from fusionrl.models import convert, families
 from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
-from fusionrl.weights.merge import Merger
+from fusionrl.weights.adapters import Merger
 from fusionrl.weights.remote_calls import MergeSums, merge_loss
 from tests.trainer import hf_models
 from tools.family_loops import WITHOUT_MLP, adapter_flags

@@ -19,11 +19,10 @@ from fusionrl.base.torch_stores import create_group_store, join_group_store
 from fusionrl.models.rules import Rule
 from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send
-from fusionrl.weights.broadcast import Broadcast, _leave
+from fusionrl.weights.broadcast import Broadcast, _leave, init_external_group
 from fusionrl.weights.gather import convert_in_place, views_of
-from fusionrl.weights.process_group import init_external_group
 from fusionrl.weights.remote_calls import wait_all
-from fusionrl.weights.send_order import PushStopped, SendOrder
+from fusionrl.weights.send import PushStopped, SendOrder
 from tools.threaded import Threaded
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusionrl.weights
-from fusionrl.weights.push_threads import in_thread, start_thread
+from fusionrl.weights.broadcast import in_thread, start_thread
 
 
 def test_each_thread_sets_its_gpu_first_and_hands_its_failure_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_each_thread_sets_its_gpu_first_and_hands_its_failure_over(monkeypatch: 
 def test_no_thread_is_started_in_another_way() -> None:
     """Of those that sent, none had a GPU: rank 1's waited for streams of rank 0's.
 
-    Those of in_process.py stand for actors' processes; a trainer's is one thread, in which it sets its device.
+    Those of remote_calls.py stand for actors' processes; a trainer's is one thread, in which it sets its device.
     """
     found = [
         f"{path.name}:{node.lineno}"
@@ -43,6 +43,6 @@ def test_no_thread_is_started_in_another_way() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).split(".")[-1] == "Thread"
-        and path.stem not in ("push_threads", "in_process")
+        and path.stem not in ("broadcast", "remote_calls")
     ]
     assert found == []

@@ -38,8 +38,8 @@ from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.push import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_rule
+from fusionrl.weights.broadcast import init_external_group
 from fusionrl.weights.gather import DTYPES, PartGatherer
-from fusionrl.weights.process_group import init_external_group
 from fusionrl.weights.send import WeightSender
 from tools.threaded import Threaded
 

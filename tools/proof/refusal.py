@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from fusionrl.base.torch_stores import join_group_store
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.broadcast import Broadcast
-from fusionrl.weights.process_group import init_external_group
+from fusionrl.weights.broadcast import Broadcast, init_external_group
 from fusionrl.weights.remote_calls import stamp_of
 from tools.threaded import Threaded
 
