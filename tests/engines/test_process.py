@@ -24,7 +24,7 @@ from fusionrl.engines.forked_server import MODULE, SOCKET, ForkedMinder, fork_se
 from fusionrl.engines.process import ChildExited, ChildProcess, PortReservation, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_environment
 from fusionrl.runtime.nursery_order import engine_branch
-from fusionrl.sandbox.cgroup import MemoryCgroup, writable_parent
+from fusionrl.sandbox.limits import MemoryCgroup, writable_parent
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
 # writes both pids and sleeps.

@@ -13,7 +13,7 @@ import pytest
 
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, run_python, run_python_sync
 from fusionrl.sandbox import run as sandbox_run
-from fusionrl.sandbox.cgroup import MemoryCgroup
+from fusionrl.sandbox.limits import MemoryCgroup
 from fusionrl.sandbox.run import Run, _remove
 from tests.sandbox.users import REPO, Sandbox, alive, readable_python
 

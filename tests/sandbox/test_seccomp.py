@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.sandbox.launcher.kernel import CannotStart
 from fusionrl.sandbox.launcher.seccomp import (
     AUDIT_ARCH,
     CONDITIONAL,
     NEWEST,
     OF_A_PROCESS,
     REFUSED,
+    CannotStart,
     Line,
     build_filter,
 )

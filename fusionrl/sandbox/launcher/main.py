@@ -21,8 +21,8 @@ import resource
 import sys
 import time
 
-from . import landlock, seccomp, view, watch
-from .kernel import (
+from . import seccomp, view, watch
+from .seccomp import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
@@ -34,7 +34,32 @@ from .kernel import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .messages import Failure, Report, Request
+    from typing import Any, TypedDict
+
+    class Request(TypedDict):
+        """One run; `limits` are the fields of `sandbox.Limits`, `number` is set by the launcher."""
+
+        code: str
+        stdin: str
+        folder: str
+        limits: dict[str, Any]
+        allow_weak: bool
+        oom_events: str | None
+        number: int
+
+    class Report(TypedDict):
+        """The end of a run that started."""
+
+        exit_code: int | None
+        over: str | None
+        isolated: bool
+        landlock: int
+
+    class Failure(TypedDict):
+        """The reason why a run could not start."""
+
+        error: str
+
 
 _KILL_S = 10.0  # a killed process is gone sooner, unless the kernel waits for a device
 _HIGH = 64  # descriptors from here on are out of the way of those that the code gets
@@ -137,7 +162,7 @@ class _Run:
             "exit_code": None if status is None else os.waitstatus_to_exitcode(status),
             "over": over,
             "isolated": self.isolated,
-            "landlock": 0 if self._rules is None else landlock.abi(),
+            "landlock": 0 if self._rules is None else view.landlock_version(),
         }
 
     def _look_for_start(self) -> None:
@@ -200,7 +225,7 @@ class _Run:
             os.dup2(descriptor, number)
         self._become_user()
         if self._rules is not None:
-            landlock.restrict(self._rules)
+            view.restrict(self._rules)
         os.chdir(self.home)
         self._set_limits()
         signal.pthread_sigmask(signal.SIG_SETMASK, [])

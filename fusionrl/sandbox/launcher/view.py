@@ -3,14 +3,18 @@
 With namespaces that is a root of its own, built of read-only binds; without, rules of Landlock.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import struct
 import sys
 
-from . import landlock
-from .kernel import call, mount, syscall
-from .seccomp import number_of
+from .seccomp import PR_SET_NO_NEW_PRIVS, call, mount, number_of, prctl, syscall
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWIPC, CLONE_NEWUSER = 1 << 17, 1 << 25, 1 << 27, 1 << 28
 CLONE_NEWPID, CLONE_NEWNET = 1 << 29, 1 << 30
@@ -115,7 +119,53 @@ def _bind(source: str, target: str, flags: int) -> None:
 
 def landlock_rules(home: str) -> int | None:
     """Rules of Landlock that show the same files to a process without a root of its own; None: no Landlock."""
-    if not landlock.abi():
+    if not landlock_version():
         return None
-    paths = dict.fromkeys((*SYSTEM, *interpreter_folders(), *_HARMLESS), landlock.READ)
-    return landlock.make_ruleset(paths | dict.fromkeys((*DEVICES, home), landlock.WRITE))
+    paths = dict.fromkeys((*SYSTEM, *interpreter_folders(), *_HARMLESS), _READ)
+    return make_ruleset(paths | dict.fromkeys((*DEVICES, home), _WRITE))
+
+
+# ---------------------------------------------------------------- Landlock
+_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
+_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file system rights
+_TCP_RIGHTS, _SCOPES = 0b11, 0b11  # bind and connect; abstract sockets and signals
+_READ, _WRITE = 0b1101, (1 << 16) - 1  # execute, read a file, list a folder; every right
+_OF_FILES = 1 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # execute, write, read, truncate, ioctl
+
+
+def landlock_version() -> int:
+    """The version of Landlock that the kernel has; 0: none."""
+    try:
+        return syscall("landlock_create_ruleset", _CREATE, None, ctypes.c_size_t(0), 1)
+    except OSError:
+        return 0
+
+
+def make_ruleset(paths: Mapping[str, int]) -> int:
+    """Return a descriptor of rules that allow each path, with all below it, the rights `_READ` or `_WRITE`.
+
+    Paths that do not exist are passed over. Everything else in the file system, TCP, and signals to other processes are
+    refused once `restrict` is called, as far as the kernel's version goes.
+    """
+    version = landlock_version()
+    known = (1 << _RIGHTS_OF_ABI.get(version, 16)) - 1
+    attributes = struct.pack("QQQ", known, _TCP_RIGHTS, _SCOPES)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = syscall("landlock_create_ruleset", _CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
+    for path, rights in paths.items():
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        rights &= known if os.path.isdir(path) else known & _OF_FILES
+        try:
+            syscall("landlock_add_rule", _ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, place), 0)
+        finally:
+            os.close(place)
+    return ruleset
+
+
+def restrict(ruleset: int) -> None:
+    """Put the rules on this process, for good."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    syscall("landlock_restrict_self", _RESTRICT, ruleset, 0)
+    os.close(ruleset)
