@@ -1,22 +1,45 @@
-"""Checks of the prompt data, by reading it."""
+"""Checks of prompt data by reading it: before a run, and all that is wrong with it for `fusionrl data check`."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import heapq
 import itertools
+import json
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
 
 from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.images import image_text, usable_columns
-from fusionrl.checks.long_rows import count_tokens, fewest_bytes, light_rows
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
-from fusionrl.data.findings import Findings
-from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
-from fusionrl.data.row_checks import RowChecker
-from fusionrl.data.rows import Row, parse_sets, read_rows
-from fusionrl.data.supervised import holds_tokens
+from fusionrl.data.findings import Finding, FindingError, Findings
+from fusionrl.data.image_rows import decoded_ref, header_ref, read_images
+from fusionrl.data.images import ImageRef
+from fusionrl.data.prompts import (
+    check_file,
+    is_surely_too_long,
+    load_prompts,
+    metadata_and_tools,
+    placeholder_of,
+    prompt_ids,
+    render_prompt,
+    rendered_prompt,
+    special_tokens_of,
+    template_probe,
+)
+from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding, see
+from fusionrl.data.rows import Row, parse_set, parse_sets, read_rows, scan_rows
+from fusionrl.data.sample import response_mask
+from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample, with_images
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from fusionrl.models.scorers import has_chat_template
 from fusionrl.rewards.labels import LabelCheck
@@ -161,3 +184,203 @@ def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -
 def _has_template(config: Config) -> bool | None:
     folder = config.model.hf_checkpoint
     return has_chat_template(folder) if folder is not None and Path(folder).is_dir() else None
+
+
+@dataclass
+class DataCheck:
+    """Checks sets one after the other; a prompt that stands twice is found across them, too.
+
+    tokenizer    without it prompts are neither rendered nor counted in tokens
+    limit        tokens of a supervised sample, at most, and the finding about a longer one
+    lengths      tokens of the prompts, or of the whole supervised samples, of the rows without a mistake; those that
+                 are too long are counted, too
+    num_trained  tokens of supervised samples that are trained on, of the same rows
+    """
+
+    columns: PromptColumns
+    tokenizer: Any = None
+    is_sft: bool = False
+    loss_mask_type: str = "auto"
+    vocab_size: int | None = None
+    ask_reward: AskReward | None = None
+    limit: tuple[int, Finding] | None = None
+    num_rows: int = 0
+    lengths: list[int] = field(default_factory=list)
+    num_trained: list[int] = field(default_factory=list)
+    _seen: dict[bytes, tuple[str, Any]] = field(default_factory=dict)
+
+    def problems(self, spec: str) -> tuple[list[str], list[str]]:
+        """(errors, warnings) of a set: one text a cause, with the number of rows and the first of them."""
+        named: dict[str, Any] = {"vocab_size": self.vocab_size, "ask_reward": self.ask_reward}
+        if self.tokenizer is not None:
+            named["special_tokens"] = special_tokens_of(self.tokenizer)
+            named["placeholder"] = placeholder_of(self.tokenizer, self.columns)
+        self._checker = RowChecker(self.columns, is_sft=self.is_sft, take_image=decoded_ref, **named)
+        check = check_file(spec, "", self._checker, self._more_findings)
+        self.num_rows += check.num_rows
+        return check.errors, check.warnings
+
+    def _more_findings(self, where: str, row: Row, findings: list[Finding]) -> list[Finding]:
+        mistakes = [finding.cause for finding in findings if not finding.is_warning]
+        columns = self.columns
+        needed = (TOKENS, LOSS_MASK) if self.is_sft and holds_tokens(row) else (columns.input_key,)
+        if any(cause.startswith(f"column {key!r}") for cause in mistakes for key in needed):
+            return []  # other problems of the row may follow from this one
+        try:
+            tools = metadata_and_tools(row, columns)[1]
+        except FindingError:  # the checker has named it
+            tools = None
+        has_label = columns.label_key is None or columns.label_key in row
+        if (seen := self._checker.seen) is None:
+            return []
+        prompt, images = seen.prompt, seen.images
+        duplicates = self._duplicate(row, prompt, tools, images, where) if has_label else []
+        if self.tokenizer is None:
+            return duplicates
+        try:
+            length_findings = self._sample_findings if self.is_sft else self._prompt_findings
+            return duplicates + length_findings(row, prompt, tools, images, is_counted=not mistakes)
+        except ValueError as error:
+            return [*duplicates, column_finding(columns.input_key, error)]
+
+    def _prompt_findings(
+        self, row: Row, prompt: object, tools: object, images: list[ImageRef], *, is_counted: bool
+    ) -> list[Finding]:
+        columns = self.columns
+        if isinstance(prompt, list) and not columns.apply_chat_template:
+            return []  # a user's function makes tokens of it
+        assert isinstance(prompt, str | list)
+        text, _, _, left_out = rendered_prompt(prompt, self.tokenizer, columns, tools)
+        findings = [] if left_out is None else [column_finding(columns.input_key, FindingError(left_out))]
+        cause = f"the prompt is longer than --rollout-max-prompt-len {columns.max_prompt_len}"
+        if is_surely_too_long(text, columns.max_prompt_len):
+            return [*findings, Finding(cause, "by its characters alone; tokens were not counted")]
+        length = len(prompt_ids(text, images, self.tokenizer, columns)[0])
+        if is_counted:
+            self.lengths.append(length)
+        if columns.max_prompt_len is not None and length > columns.max_prompt_len:
+            findings.append(Finding(cause, f"{length} tokens"))
+        return findings
+
+    def _sample_findings(
+        self, row: Row, prompt: object, tools: object, images: list[ImageRef], *, is_counted: bool
+    ) -> list[Finding]:
+        label = row.get(self.columns.label_key or "")
+        if holds_tokens(row):
+            sample = token_sample(row, "")
+        elif isinstance(prompt, str) and not isinstance(label, str):
+            return []  # the checker has named it
+        else:
+            sample = self._supervised.make(prompt, label, tools)
+        if self.columns.images is not None:
+            sample = with_images(sample, images, self.columns.images.processor.placeholder)
+        if is_counted:
+            self.lengths.append(sample.num_tokens)
+            self.num_trained.append(int(response_mask(sample).sum()))
+        if self.limit is None or sample.num_tokens <= self.limit[0]:
+            return []
+        return [replace(self.limit[1], detail=f"{sample.num_tokens} tokens")]
+
+    @functools.cached_property
+    def _supervised(self) -> SupervisedSamples:
+        return SupervisedSamples(self.tokenizer, self.loss_mask_type, self.columns.chat_template_kwargs)
+
+    def _duplicate(self, row: Row, prompt: object, tools: object, images: list[ImageRef], where: str) -> list[Finding]:
+        label, keys = row.get(self.columns.label_key or ""), [image.key for image in images]
+        key_parts = [prompt, tools, keys]
+        if self.is_sft:  # several answers to one prompt are several samples
+            key_parts += [label] if isinstance(prompt, str) else []
+            key_parts, label = ([row[TOKENS], row[LOSS_MASK], keys] if holds_tokens(row) else key_parts), None
+        text = json.dumps(key_parts, sort_keys=True, default=repr)
+        first, first_label = self._seen.setdefault(hashlib.sha256(text.encode()).digest(), (where, label))
+        if first == where:
+            return []
+        if first_label == label:
+            cause = "the same sample as an earlier row" if self.is_sft else "the same prompt as an earlier row"
+            return [Finding(cause, first, is_warning=True)]
+        return [Finding("the same prompt as an earlier row, with another label", first)]
+
+    def summary(self) -> str:
+        """Return the number of rows, and the range of their numbers of tokens where they are known."""
+        text = f"{self.num_rows} rows"
+        of_rows = "tokens" if self.is_sft else "prompt tokens"
+        for name, counts in ((of_rows, self.lengths), ("trained", self.num_trained)):
+            if counts:
+                text += f", {name} min {min(counts)} median {statistics.median(counts):g} max {max(counts)}"
+        return text + (f", {sum(self.num_trained):,} in all" if self.num_trained else "")
+
+
+NUM_CANDIDATES = 256  # rows that are tokenized, those with the most bytes first …
+# Tokens that a chat template may add to the text: its own words, and the marks of each message.
+TEMPLATE_TOKENS, MESSAGE_TOKENS = 256, 16
+
+
+IMAGE_TOKENS = "\0image tokens"  # of a row of `light_row`: tokens of each of its images
+
+
+def most_bytes(
+    rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...], metadata_key: str | None = None
+) -> list[tuple[int, str, Row]]:
+    """Return the rows with the most text in the columns `keys`, longest first: (tokens at most, place, row).
+
+    A tokenizer makes at most one token of a byte, apart from the marks that a template adds.
+
+    metadata_key  column of metadata, which may hold tools
+    """
+    sized = _sized(rows, keys, metadata_key)
+    return [(size, place, row) for size, _, place, row in heapq.nlargest(NUM_CANDIDATES, sized)]
+
+
+def fewest_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> list[Row]:
+    """The rows with the least text in the columns `keys`, shortest first."""
+    return [row for _, _, _, row in heapq.nsmallest(NUM_CANDIDATES, _sized(rows, keys))]
+
+
+def _sized(
+    rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...], metadata_key: str | None = None
+) -> Iterable[tuple[int, int, str, Row]]:
+    for number, (place, row) in enumerate(rows):
+        values = [row[key] for key in keys if key is not None and row.get(key) is not None]
+        metadata = row.get(metadata_key or "")
+        if isinstance(metadata, dict | str) and "tools" in metadata:  # an object, or its JSON
+            values.append(metadata["tools"] if isinstance(metadata, dict) else metadata)
+        num_messages = sum(len(value) for value in values if isinstance(value, list))
+        num_bytes = sum(_num_bytes(value) for value in values) + sum(row.get(IMAGE_TOKENS, ()))
+        # The number, so that no two rows of one size are compared by their contents.
+        yield num_bytes + MESSAGE_TOKENS * num_messages + TEMPLATE_TOKENS, -number, place, row
+
+
+def _num_bytes(value: object) -> int:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return len(text.encode(errors="surrogatepass"))
+
+
+def light_rows(spec: str, columns: PromptColumns, is_sft: bool = False) -> Iterator[tuple[str, Row]]:
+    """Yield (place, row) of the rows that can be read, with the numbers of tokens of their images in place of these."""
+    data_file = parse_set(spec, "").path
+    for place, row in scan_rows(spec, ""):
+        with contextlib.suppress(ValueError):
+            if not isinstance(row, ValueError):
+                yield place, _light_row(row, columns, is_sft, data_file)
+
+
+def _light_row(row: Row, columns: PromptColumns, is_sft: bool, data_file: Path) -> Row:
+    if (column := columns.images) is None:
+        return row
+    seen = see(row, columns, is_sft)
+    images, findings = read_images(seen.values, column, column.folder_of(data_file), header_ref)
+    if findings:
+        raise FindingError(findings[0])
+    rest = {key: value for key, value in row.items() if key != column.key}
+    return {**rest, columns.input_key: seen.prompt, IMAGE_TOKENS: [image.num_tokens for image in images]}
+
+
+def added_tokens(row: Row) -> int:
+    """Return the tokens of a row's images beyond one for each, which a rendering has."""
+    return sum(count - 1 for count in row.get(IMAGE_TOKENS, ()))
+
+
+def count_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> int:
+    tools = metadata_and_tools(row, columns)[1]
+    prompt = render_prompt(row[columns.input_key], tokenizer, columns, tools)
+    return len(tokenizer.encode(prompt, add_special_tokens=False)) + added_tokens(row)

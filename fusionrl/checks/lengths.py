@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusionrl.base.log_suppression import quiet
-from fusionrl.checks.data import prompt_columns
+from fusionrl.checks.data import added_tokens, count_tokens, light_rows, most_bytes, prompt_columns
 from fusionrl.checks.images import usable_columns
-from fusionrl.checks.long_rows import (
-    LongRow,
-    added_tokens,
-    context_length,
-    count_tokens,
-    first_over,
-    light_rows,
-    most_bytes,
-)
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, readable_sets
 from fusionrl.config.groups.data import EvalGroup
@@ -338,3 +330,46 @@ def _find(config: Config, spec: str, columns: PromptColumns, limit: int, count: 
             return first_over(candidates, limit, counted)
     except (ValueError, OSError):  # a file or a tokenizer that has its own message
         return None
+
+
+BUDGET_S = 5.0  # … for at most so long
+
+
+class LongRow(NamedTuple):
+    """A row: its place in the file and its number of tokens."""
+
+    place: str
+    num_tokens: int
+
+
+def context_length(max_positions: int, rope_scaling: Mapping[str, object] | None) -> int:
+    """Tokens of a prompt with its response that a model's config.json allows for.
+
+    `max_positions` counts the scaled positions where `rope_scaling` names the original ones (yarn) or is llama3's; any
+    other scaling multiplies them by its factor. So SGLang counts (`get_context_length`), and transformers' models too.
+    """
+    if not rope_scaling or "original_max_position_embeddings" in rope_scaling:
+        return max_positions
+    if rope_scaling.get("rope_type") in ("default", "llama3"):
+        return max_positions
+    factor = rope_scaling.get("factor", 1)
+    if not isinstance(factor, int | float):
+        raise ValueError(f"rope_scaling has the factor {factor!r}, not a number")
+    return int(factor * max_positions)
+
+
+def first_over(
+    candidates: Iterable[tuple[int, str, Row]], limit: int, count: Callable[[Row], int | None]
+) -> LongRow | None:
+    """The first of `candidates` (as `most_bytes` gives them) with more than `limit` tokens.
+
+    count  a row's tokens; None where the run leaves the row out
+    """
+    deadline = time.monotonic() + BUDGET_S
+    for at_most, place, row in candidates:
+        if at_most <= limit or time.monotonic() > deadline:
+            return None
+        num_tokens = count(row)
+        if num_tokens is not None and num_tokens > limit:
+            return LongRow(place, num_tokens)
+    return None

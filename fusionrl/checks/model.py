@@ -1,10 +1,17 @@
-"""Checks of --hf-checkpoint and other folders of weights, of the size of an engine, and of pushes by files."""
+"""Checks of --hf-checkpoint and other folders of weights, of an engine's size, and of values passed to Megatron.
+
+Megatron checks its configurations when trainers build them. They are built once for the plan, too, where a Megatron
+flag is passed through; `tests/checks/test_megatron.py` holds that Megatron agrees with the checks of fusionrl's flags.
+"""
 
 import importlib.util
 import os
-from collections.abc import Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fusionrl.base import cpu_wing
 from fusionrl.base.packages import install_hint
 from fusionrl.base.wording import attempt, dividing
 from fusionrl.checks.hub import CHECKPOINTS, TOKENIZERS
@@ -23,6 +30,7 @@ from fusionrl.models.weight_files import INDEX, SINGLE, check_weight_files, is_m
 from fusionrl.models.weight_shapes import shape_errors
 from fusionrl.plan.critic import auxiliary_role
 from fusionrl.plan.engine_places import check_engine_size
+from fusionrl.plan.trainer_plan import TrainerPlan
 
 
 def unreadable_errors(config: Config) -> list[str]:
@@ -209,3 +217,74 @@ def disk_push_errors(config: Config) -> list[str]:
         if package is not None and importlib.util.find_spec(package) is None:
             errors.append(f"{flag}: the package {package} is not installed; {install_hint(package)}")
     return errors
+
+
+# Flags that act only with --use-precision-aware-optimizer.
+_PRECISION_AWARE = frozenset(
+    ("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+)
+
+
+def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> list[str]:
+    """Return a line for each setting that Megatron refuses, with the flag that causes it if it is a single one."""
+    from fusionrl.trainer import settings
+
+    cpu_wing.prepare_megatron()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    def transformer(config: Config) -> object:
+        fields = settings.transformer_fields(config, shape, plan)
+        return settings.transformer_class(fields)(**fields)
+
+    builders: dict[str, Callable[[Config], object]] = {
+        "transformer": transformer,
+        "optimizer": lambda fields: OptimizerConfig(**settings.optimizer_fields(fields, plan)),
+        "ddp": lambda fields: DistributedDataParallelConfig(**settings.ddp_fields(fields)),
+    }
+    errors = []
+    for kind, build in builders.items():
+        reason = _refusal(build, config)
+        if reason is None:
+            continue
+        passed = getattr(config.passthrough, kind)
+        blamed = [name for name in passed if _refusal(build, _without(config, kind, name)) is None]
+        flags = ", ".join(_flag(name, passed[name]) for name in blamed or passed)
+        if passed.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
+            errors.append(_without_transformer_engine(passed))
+        elif reason.startswith("--"):  # fusionrl's own, which names the flag
+            errors.append(reason)
+        else:
+            errors.append(f"{flags or 'the flags'}: Megatron-core refuses it: {reason}")
+    return errors
+
+
+def _refusal(build: Callable[[Config], object], config: Config) -> str | None:
+    """Return Megatron's reason to refuse in one line; None if it does not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            build(config)
+    except Exception as error:  # Megatron compares what it is given with anything: a wrong type fails in any way
+        text = " ".join(str(error).split())
+        if not text:  # an assert without words: its line says what was wanted
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = frame.line or type(error).__name__
+        return text[:400]
+    return None
+
+
+def _without_transformer_engine(passed: Mapping[str, object]) -> str:
+    flags = [_flag(name, value) for name, value in passed.items() if name in _PRECISION_AWARE]
+    cure = f"leave {'it' if len(flags) == 1 else 'them'} out (the states stay in fp32)"
+    return f"{', '.join(flags)}: the optimizer of lower precision is Transformer Engine's, not installed here; {cure}"
+
+
+def _without(config: Config, kind: str, name: str) -> Config:
+    fields = {key: value for key, value in getattr(config.passthrough, kind).items() if key != name}
+    return config.model_copy(update={"passthrough": config.passthrough.model_copy(update={kind: fields})})
+
+
+def _flag(name: str, value: object) -> str:
+    flag = "--" + name.replace("_", "-")
+    return flag if value is True else "--no-" + flag[2:] if value is False else f"{flag} {value}"

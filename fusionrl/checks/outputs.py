@@ -1,13 +1,22 @@
-"""Checks of what a run writes and reads again: its folder, paths with {rollout_id}."""
+"""Checks of what a run writes and reads again: its folder, its disks, paths with {rollout_id}, profiles."""
 
 import importlib.util
 import os
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusionrl.base.packages import install_hint
 from fusionrl.base.spelling import existing_parent, names_in, nearest
 from fusionrl.config.config import Config
+from fusionrl.config.profile import ProfileOrder
+from fusionrl.config.run_parts import changes_weights, saves, uses_engines, uses_trainers
+from fusionrl.models.adapters import num_adapter_parameters
 from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file
+from fusionrl.plan.adapters import adapter_folders, adapters_of
+from fusionrl.plan.devices import GIB
+from fusionrl.plan.plan import Plan
 
 NO_FOLDER = "--resume: name the run's folder with --run-dir"
 
@@ -126,3 +135,121 @@ def _nearest(path: Path) -> str:
     displayed = parent if path.is_absolute() else Path(os.path.relpath(parent))
     runs = names_in(parent, holds_run)[:8]
     return f"{displayed} has " + (f"the runs {', '.join(runs)}" if runs else "no run")
+
+
+def profile_errors(config: Config, device: str) -> list[str]:
+    """List what is wrong with the flags of a profile; `device`: "cpu" or "cuda"."""
+    try:
+        order = ProfileOrder.of(config)
+    except ValueError as error:
+        return [str(error)]
+    if order is None:
+        return []
+    errors = []
+    if order.tool != "torch" and device == "cpu":
+        errors.append(f"--profile-tool {order.tool}: it sees what a GPU does, and this run is on a CPU; take torch")
+    elif order.tool == "nsys" and shutil.which("nsys") is None:
+        errors.append("--profile-tool nsys: no `nsys` on the PATH; install Nsight Systems on every node, or take torch")
+    num_trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    over = sorted(rank for rank in order.trainers or () if rank >= num_trainers)
+    if over and uses_trainers(config):
+        errors.append(f"--profile-ranks {over[0]}: trainers have the ranks 0 to {num_trainers - 1}")
+    if order.trainers == frozenset() and not (order.engines and uses_engines(config)):
+        errors.append("--profile-ranks: no rank is left to profile; give a trainer's rank (0)")
+    return errors
+
+
+def profile_plan_errors(config: Config, plan: Plan) -> list[str]:
+    """List the steps and engines of a profile that the plan does not have; the flags are right in themselves."""
+    order = ProfileOrder.of(config)
+    if order is None:
+        return []
+    errors = [
+        f"--profile-steps {first}: the run ends with step {plan.num_rollout}"
+        for first, _ in order.steps
+        if first > plan.num_rollout > 0
+    ]
+    over = sorted(index for index in order.engines or () if index >= plan.num_engines)
+    if over and plan.num_engines:
+        errors.append(f"--profile-ranks engine-{over[0]}: the last of the engines is engine-{plan.num_engines - 1}")
+    return errors
+
+
+_FEWEST_FREE = 2 * GIB  # of a disk that a run writes to, whatever its size
+_STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weights, fp32 weights and two moments
+_STATE_BYTES_FP32 = 12
+
+
+def disk_report(
+    folders: Mapping[str, Path], needed: Mapping[str, tuple[str, float]]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Compare the room of the disks of `folders` (flag → folder) with `needed` (flag → what is written, bytes).
+
+    Return (a text, its cure) for each disk with too little room, and a text for each of the others.
+    """
+    problems, facts = [], []
+    for name, folder in folders.items():
+        parent = folder if folder.is_dir() else existing_parent(folder)[0]
+        if not os.access(parent, os.W_OK | os.X_OK):
+            cure = f"make it writable, or name another folder ({name})"
+            problems.append((f"{name} {folder}: this user may not write to {parent}", cure))
+            continue
+        try:
+            free = float(shutil.disk_usage(parent).free)
+        except OSError as error:
+            problems.append((f"{name} {folder}: {error}", f"name another folder ({name})"))
+            continue
+        purpose, num_bytes = needed.get(name, ("", 0.0))
+        takes = f"{purpose} take {num_bytes / GIB:.1f} GiB"
+        if free < max(num_bytes, _FEWEST_FREE):
+            is_large = num_bytes > _FEWEST_FREE
+            least = f"and {takes}" if is_large else f"less than {_FEWEST_FREE / GIB:.0f}"
+            cure = f"free some, or name a folder on another disk ({name})"
+            cure += "; --keep-checkpoints N keeps the newest N" if is_large and name == "--run-dir" else ""
+            problems.append((f"{name} {folder}: {free / GIB:.1f} GiB free, {least}", cure))
+        else:
+            more = f", {takes}" if num_bytes >= GIB / 20 else ""
+            facts.append(f"{free / GIB:.0f} GiB free for {name} {folder}{more}")
+    return problems, facts
+
+
+def disks_of_run(config: Config | None, plan: Plan | None) -> tuple[dict[str, Path], dict[str, tuple[str, float]]]:
+    """Return `runs/`, or the run's folders, and the checkpoints and weights that the run keeps there, by flag."""
+    folder = Path(config.run.run_dir) if config is not None and config.run.run_dir else Path("runs")
+    folders, needed = {"--run-dir": folder, **temporary_folder()}, {}
+    if config is not None and config.checkpoint.save_hf:
+        folders["--save-hf"] = Path(config.checkpoint.save_hf).parent
+    if config is not None and plan is not None:
+        weights = float(_num_saved(config, plan) * (4 if plan.precision == "fp32" else 2))
+        needed = {"--run-dir": ("checkpoints", checkpoint_bytes(config, plan)), "--save-hf": ("weights", weights)}
+    return folders, needed
+
+
+def disk_warnings(config: Config, plan: Plan) -> list[str]:
+    """Return a text, with its cure, for each disk that has too little room."""
+    return [f"{text}; {cure}" for text, cure in disk_report(*disks_of_run(config, plan))[0]]
+
+
+def checkpoint_bytes(config: Config, plan: Plan) -> float:
+    """Return the bytes of all checkpoints that the run keeps at once."""
+    options = config.checkpoint
+    if options.no_save or not saves(config) or not changes_weights(config):
+        return 0.0
+    num_saved = -(-plan.num_rollout // options.save_interval) if options.save_interval else 1
+    if options.keep_checkpoints is not None:
+        num_saved = min(num_saved, options.keep_checkpoints + 1)  # the newest is written before the oldest goes
+    parameter = _STATE_BYTES_FP32 if plan.precision == "fp32" else _STATE_BYTES
+    return float(max(num_saved, 1) * _num_saved(config, plan) * parameter)
+
+
+def _num_saved(config: Config, plan: Plan) -> int:
+    """Return the number of values that checkpoints and --save-hf have: of the model, or its adapters."""
+    adapters = adapters_of(config, plan.shape)
+    if adapters is None:
+        return plan.shape.num_parameters
+    return len(adapter_folders(config)) * num_adapter_parameters(plan.shape, adapters)
+
+
+def temporary_folder() -> dict[str, Path]:
+    """Return the folder in which Ray keeps its sockets and spills what does not fit into memory, by its variable."""
+    return {"TMPDIR": Path(tempfile.gettempdir())}

@@ -49,7 +49,7 @@ def _shape(config: Config) -> ModelShape | None:
 
 def _check(argv: Sequence[str]) -> int:
     """`fusionrl data check FILE… [flags]`: print one line a cause, and a summary; 2 if a row cannot be trained on."""
-    from fusionrl.data.check_command import DataCheck
+    from fusionrl.checks.data import DataCheck
 
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
     config, errors = read_args(argv[len(files) :], "fusionrl data check")

@@ -11,8 +11,7 @@ from pathlib import Path
 from fusionrl.base.log_suppression import quiet
 from fusionrl.base.wording import attempt
 from fusionrl.checks.hub import resolve_names
-from fusionrl.checks.outputs import first_start_warning, resume_folder_errors
-from fusionrl.checks.profile import profile_errors, profile_plan_errors
+from fusionrl.checks.outputs import first_start_warning, profile_errors, profile_plan_errors, resume_folder_errors
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
@@ -124,7 +123,7 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
         if passed.transformer or passed.optimizer or passed.ddp:
             # Only now: the import takes seconds, unless the flags' types were asked for.
             with quiet():
-                from fusionrl.checks.megatron import megatron_errors
+                from fusionrl.checks.model import megatron_errors
 
                 errors += megatron_errors(part, shape, own)
     return list(dict.fromkeys(errors))

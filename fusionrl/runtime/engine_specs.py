@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from fusionrl.checks.engine_images import check_settings, image_settings
+from fusionrl.checks.images import check_settings, image_settings
 from fusionrl.config.config import Config
 from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_command
 from fusionrl.config.run_parts import uses_trainers

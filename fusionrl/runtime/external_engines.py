@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.checks.engine_images import image_settings
+from fusionrl.checks.images import image_settings
 from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, ExternalEngineFacts, host_of
 from fusionrl.engines.image_settings import CACHE_VARIABLE

@@ -9,7 +9,7 @@ from fusionrl.base.packages import SETS, install_hint
 
 ROOT = Path(__file__).parents[2]
 # They look at the environment as it is, perhaps one that setup-env.sh did not make.
-OF_THE_DOCTOR = ("fusionrl/checks/doctor/packages.py", "fusionrl/checks/doctor/gpus.py")
+OF_THE_DOCTOR = ("fusionrl/checks/doctor/nodes.py", "fusionrl/checks/doctor/machine.py")
 
 
 @pytest.mark.parametrize("name", SETS)

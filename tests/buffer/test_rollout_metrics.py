@@ -12,7 +12,7 @@ from fusionrl.buffer.rollout_report import rollout_facts, rollout_metrics, set_m
 from fusionrl.buffer.staleness import StepStaleness
 from fusionrl.buffer.stream_metrics import StreamClock, TokenCounts, prefilled_again, reason_of, state_numbers
 from fusionrl.buffer.training_samples import best_and_worst, group_advantages
-from fusionrl.checks.algorithm import OF_GROUPS
+from fusionrl.checks.training import OF_GROUPS
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
 from fusionrl.data.train_batch import TrainShard

@@ -5,7 +5,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from fusionrl.checks.adapters import adapter_errors, adapter_warnings, stack_warnings
+from fusionrl.checks.training import adapter_errors, adapter_warnings, stack_warnings
 from fusionrl.checks.validate import validate_flags
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.checks.effects import effect_errors, effect_warnings
+from fusionrl.checks.warnings import effect_errors, effect_warnings
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.fields import GROUP_OF, inner_type
 from fusionrl.config.groups.algorithm import AlgorithmGroup

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.effects import effect_errors
 from fusionrl.checks.model import engine_size_errors, unserved_errors
-from fusionrl.checks.modes import eval_engine_errors, guest_errors, in_process_errors
+from fusionrl.checks.validate import eval_engine_errors, guest_errors, in_process_errors
+from fusionrl.checks.warnings import effect_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.pipeline.knobs import PIPELINES

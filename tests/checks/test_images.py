@@ -13,9 +13,8 @@ import pytest
 from PIL import Image
 
 from fusionrl.checks.doctor.examine import probe_rows
-from fusionrl.checks.doctor.model import image_findings
-from fusionrl.checks.engine_images import engine_image_errors
-from fusionrl.checks.images import image_errors
+from fusionrl.checks.doctor.probes import image_findings
+from fusionrl.checks.images import engine_image_errors, image_errors
 from fusionrl.checks.lengths import file_length_errors, length_errors
 from fusionrl.config.config import Config
 from fusionrl.data.tokenizer import load_tokenizer

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer.data_source import RolloutDataSource
-from fusionrl.checks import long_rows as lengths
-from fusionrl.checks.lengths import flag_length_errors, length_errors
-from fusionrl.checks.long_rows import context_length, first_over, most_bytes
+from fusionrl.checks import lengths
+from fusionrl.checks.data import NUM_CANDIDATES, DataCheck, most_bytes
+from fusionrl.checks.lengths import context_length, first_over, flag_length_errors, length_errors
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.models.shape import read_model_shape
@@ -234,7 +233,7 @@ def test_many_rows_take_seconds(errors: Errors, tmp_path: Path) -> None:
 def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(f"line {i}", {"input": "x" * (300 + i)}) for i in range(1000)]
     candidates = most_bytes(iter(rows), ("input", None, "none"))
-    assert len(candidates) == lengths.NUM_CANDIDATES
+    assert len(candidates) == NUM_CANDIDATES
     assert [place for _, place, _ in candidates[:2]] == ["line 999", "line 998"]
     counted: list[str] = []
 
@@ -242,6 +241,6 @@ def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
         counted.append(row["input"])
         return 1
 
-    assert first_over(candidates, 100, count) is None and len(counted) == lengths.NUM_CANDIDATES
+    assert first_over(candidates, 100, count) is None and len(counted) == NUM_CANDIDATES
     monkeypatch.setattr(lengths, "BUDGET_S", -1.0)
-    assert first_over(candidates, 100, count) is None and len(counted) == lengths.NUM_CANDIDATES
+    assert first_over(candidates, 100, count) is None and len(counted) == NUM_CANDIDATES

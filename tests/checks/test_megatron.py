@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionrl.checks.megatron import megatron_errors
+from fusionrl.checks.model import megatron_errors
 from fusionrl.cli.resolve import resolve
 from fusionrl.config.config import PassThrough
 from fusionrl.config.parser import CommandLineError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.profile import profile_errors, profile_plan_errors
+from fusionrl.checks.outputs import profile_errors, profile_plan_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.config.profile import ProfileOrder, nsys_command

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fusionrl.algorithms.estimators import ACCURACY
-from fusionrl.checks.algorithm import OF_GROUPS, algorithm_warnings
 from fusionrl.checks.outputs import unwritable
 from fusionrl.checks.rollout import rollout_errors
+from fusionrl.checks.training import OF_GROUPS, algorithm_warnings
 from fusionrl.checks.validate import validate
 from fusionrl.cli.resolve import resolve
 from fusionrl.config.config import Config, PassThrough

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
-from fusionrl.checks.algorithm import algorithm_errors
+from fusionrl.checks.training import algorithm_errors
 from fusionrl.config import presets
 from fusionrl.config.config import Config
 from fusionrl.config.off_policy import corrects_by_default, described

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from fusionrl.checks.data import DataCheck
 from fusionrl.cli import data as data_command
 from fusionrl.data import image_rows
-from fusionrl.data.check_command import DataCheck
 from fusionrl.data.image_rows import ImageColumn
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, collapsed, normal_form

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fusionrl.data.check_command import DataCheck
+from fusionrl.checks.data import DataCheck
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts, template_probe
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.tokenizer_files import read_tokenizer_files

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fusionrl.checks.data import DataCheck
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
-from fusionrl.data.check_command import DataCheck
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts, template_probe
 from fusionrl.data.render import normal_form, render_messages
 from fusionrl.data.row_checks import RowChecker

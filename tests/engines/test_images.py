@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusionrl.base.cpu_wing import PROCESSOR_VARIABLE
-from fusionrl.checks.engine_images import check_settings, image_settings
+from fusionrl.checks.images import check_settings, image_settings
 from fusionrl.config.config import Config
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineSpec

@@ -11,26 +11,29 @@ from typing import TYPE_CHECKING
 from fusionrl.base.log_suppression import quiet
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
-from fusionrl.checks.doctor.gpus import gpu_findings
-from fusionrl.checks.doctor.host import (
+from fusionrl.checks.doctor.machine import (
+    address_findings,
     core_findings,
-    disk_findings_of_run,
+    disk_findings,
+    gpu_findings,
     limit_findings,
     memory_findings,
+    network_findings,
     shared_memory_findings,
 )
-from fusionrl.checks.doctor.model import (
+from fusionrl.checks.doctor.nodes import import_findings, package_findings, torch_findings
+from fusionrl.checks.doctor.probes import (
     end_findings,
     image_findings,
     label_findings,
     prompt_findings,
+    reward_findings,
     template_findings,
     tokenizer_findings,
     weight_findings,
+    written_answers,
 )
-from fusionrl.checks.doctor.network import address_findings, network_findings
-from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
-from fusionrl.checks.doctor.reward import reward_findings, written_answers
+from fusionrl.checks.outputs import disks_of_run
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.run_parts import generates, uses_engines
@@ -94,7 +97,7 @@ def machine_findings(examined: Examined, options: Options) -> list[Finding]:
     num_processes = num_ranks + (plan.num_engines if plan is not None else 0)
     findings += [*shared_memory_findings(), *limit_findings(), *memory_findings(plan), *core_findings(num_processes)]
     findings += network_findings()
-    findings += disk_findings_of_run(config, plan)
+    findings += disk_findings(*disks_of_run(config, plan))
     if config is not None and config.cluster.ray_address and ":" in config.cluster.ray_address:
         findings += address_findings("ray", "--ray-address", config.cluster.ray_address)
     if config is not None and config.reward.rm_url:

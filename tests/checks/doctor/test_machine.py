@@ -8,11 +8,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fusionrl.checks.doctor import examine, host
+from fusionrl.checks.doctor import examine, machine
 from fusionrl.checks.doctor.findings import Finding, fact, fault, has_fault, summary, warning
-from fusionrl.checks.doctor.gpus import gpu_findings
-from fusionrl.checks.doctor.network import address_findings, network_findings
-from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
+from fusionrl.checks.doctor.machine import address_findings, gpu_findings, network_findings
+from fusionrl.checks.doctor.nodes import import_findings, package_findings, torch_findings
 from fusionrl.plan.devices import GIB
 
 Tree = Callable[..., Path]
@@ -74,20 +73,20 @@ def test_a_torch_that_is_broken_or_without_cuda_on_a_machine_with_a_gpu(on_path:
 
 
 def test_shared_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "not there" in one(host.shared_memory_findings(tmp_path / "none")).fact
+    assert "not there" in one(machine.shared_memory_findings(tmp_path / "none")).fact
     usage = SimpleNamespace(free=64 * 2**20)  # Docker's default
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
-    assert "--shm-size" in one(host.shared_memory_findings()).cure
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage)
+    assert "--shm-size" in one(machine.shared_memory_findings()).cure
     usage.free = 512 * 2**20
-    assert one(host.shared_memory_findings(), "warning")
+    assert one(machine.shared_memory_findings(), "warning")
 
 
 def test_too_few_open_files_and_processes(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = one(host.limit_findings(tree({"sys/fs/cgroup/pids.max": 100})))
+    found = one(machine.limit_findings(tree({"sys/fs/cgroup/pids.max": 100})))
     assert "100 processes" in found.fact and "--pids-limit" in found.cure
-    assert not has_fault(host.limit_findings(tree({"sys/fs/cgroup/pids.max": "max"})))
-    monkeypatch.setattr(host, "most_open_files", lambda: 256)
-    assert "a process may open 256 files" in one(host.limit_findings()).fact
+    assert not has_fault(machine.limit_findings(tree({"sys/fs/cgroup/pids.max": "max"})))
+    monkeypatch.setattr(machine, "most_open_files", lambda: 256)
+    assert "a process may open 256 files" in one(machine.limit_findings()).fact
 
 
 def _plan(gigabytes: float) -> SimpleNamespace:
@@ -103,10 +102,10 @@ def test_host_memory_over_its_cgroup(tree: Tree, names: tuple[str, str]) -> None
     stat = f"{most.rpartition('/')[0]}/memory.stat"
     root = tree({"proc/meminfo": f"MemAvailable: {64 * 2**20} kB", most: 8 * GIB, used: 7 * GIB, stat: ""})
     (root / stat).write_text(f"anon 1\ninactive_file {GIB}\n")
-    assert host.free_memory(root) == 2 * GIB, "the kernel gives up cached files"
-    found = one(host.memory_findings(_plan(4), root))  # type: ignore[arg-type]  # all that is read of a plan
+    assert machine.free_memory(root) == 2 * GIB, "the kernel gives up cached files"
+    found = one(machine.memory_findings(_plan(4), root))  # type: ignore[arg-type]  # all that is read of a plan
     assert "2.0 of 8.0 GiB of host memory are free, and the run takes 4.0 (training)" in found.fact
-    assert not has_fault(host.memory_findings(_plan(1), root))  # type: ignore[arg-type]
+    assert not has_fault(machine.memory_findings(_plan(1), root))  # type: ignore[arg-type]
 
 
 def test_host_memory_over_the_limit_of_a_job(tree: Tree) -> None:
@@ -115,36 +114,38 @@ def test_host_memory_over_the_limit_of_a_job(tree: Tree) -> None:
     files: dict[str, object] = {"proc/meminfo": f"MemAvailable: {64 * 2**20} kB", "proc/self/cgroup": "0::/slurm/job_7"}
     files["proc/self/mountinfo"] = "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
     files |= {"sys/fs/cgroup/slurm/memory.max": "max", f"{job}/memory.max": 3 * GIB, f"{job}/memory.current": GIB}
-    assert host.free_memory(tree(files)) == 2 * GIB
-    assert "2.0 of 3.0 GiB" in one(host.memory_findings(_plan(4), tree(files))).fact  # type: ignore[arg-type]
+    assert machine.free_memory(tree(files)) == 2 * GIB
+    assert "2.0 of 3.0 GiB" in one(machine.memory_findings(_plan(4), tree(files))).fact  # type: ignore[arg-type]
 
 
 def test_fewer_cores_than_programs_see(tree: Tree) -> None:
-    assert "may use 0.5" in one(host.core_findings(2, tree({"sys/fs/cgroup/cpu.max": "50000 100000"})), "warning").fact
+    assert (
+        "may use 0.5" in one(machine.core_findings(2, tree({"sys/fs/cgroup/cpu.max": "50000 100000"})), "warning").fact
+    )
     old = {"sys/fs/cgroup/cpu.max": "", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 50000}
     old["sys/fs/cgroup/cpu/cpu.cfs_period_us"] = 100000
-    assert one(host.core_findings(2, tree(old)), "warning")
-    assert host.core_findings(2, tree({"sys/fs/cgroup/cpu.max": "max 100000"}))[0].status == "fact"
+    assert one(machine.core_findings(2, tree(old)), "warning")
+    assert machine.core_findings(2, tree({"sys/fs/cgroup/cpu.max": "max 100000"}))[0].status == "fact"
 
 
 def test_a_disk_that_is_full_or_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(free=10 * GIB)
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage)
     folders = {"--run-dir": tmp_path / "runs" / "new", "TMPDIR": tmp_path}
-    found = one(host.disk_findings(folders, {"--run-dir": ("checkpoints", 20.0 * GIB)}))
+    found = one(machine.disk_findings(folders, {"--run-dir": ("checkpoints", 20.0 * GIB)}))
     assert "10.0 GiB free, and checkpoints take 20.0" in found.fact and "--keep-checkpoints" in found.cure
-    assert not has_fault(host.disk_findings(folders, {"--run-dir": ("checkpoints", 5.0 * GIB)}))
-    found = one(host.disk_findings({"--save-hf": tmp_path}, {"--save-hf": ("weights", 16.0 * GIB)}))
+    assert not has_fault(machine.disk_findings(folders, {"--run-dir": ("checkpoints", 5.0 * GIB)}))
+    found = one(machine.disk_findings({"--save-hf": tmp_path}, {"--save-hf": ("weights", 16.0 * GIB)}))
     assert "10.0 GiB free, and weights take 16.0" in found.fact and "checkpoints" not in found.cure
     usage.free = 0
-    assert [f.fact.split(" ")[0] for f in host.disk_findings(folders, {}) if f.status == "fault"] == [*folders]
-    monkeypatch.setattr(host.os, "access", lambda path, mode: False)  # root may write everywhere
-    assert "may not write" in one(host.disk_findings({"--run-dir": tmp_path / "run"}, {})).fact
+    assert [f.fact.split(" ")[0] for f in machine.disk_findings(folders, {}) if f.status == "fault"] == [*folders]
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)  # root may write everywhere
+    assert "may not write" in one(machine.disk_findings({"--run-dir": tmp_path / "run"}, {})).fact
 
 
 def test_a_host_name_that_does_not_resolve_and_an_interface_that_is_not_there() -> None:
-    found = one(network_findings({}, host="no-such-host.invalid"))
-    assert "no-such-host.invalid" in found.fact and "/etc/hosts" in found.cure
+    found = one(network_findings({}, host="no-such-machine.invalid"))
+    assert "no-such-machine.invalid" in found.fact and "/etc/hosts" in found.cure
     assert not has_fault(network_findings({}, host="localhost"))
     names = {"GLOO_SOCKET_IFNAME": "eth77", "NCCL_SOCKET_IFNAME": "=lo"}
     assert "no interface eth77" in one(network_findings(names, host="localhost")).fact

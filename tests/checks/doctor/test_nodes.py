@@ -13,7 +13,7 @@ import pytest
 from fusionrl.checks.doctor import nodes
 from fusionrl.checks.doctor.examine import Examined
 from fusionrl.checks.doctor.findings import Finding, fact, fault
-from fusionrl.checks.doctor.packages import installed_versions
+from fusionrl.checks.doctor.nodes import installed_versions
 from fusionrl.cli.doctor_nodes import cluster_findings
 from fusionrl.config.parser import read_args
 from fusionrl.runtime.node_actors import Node

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusionrl import cli
-from fusionrl.data.check_command import DataCheck
+from fusionrl.checks.data import DataCheck
 from fusionrl.data.findings import Finding, Findings
 from fusionrl.data.prompts import PromptColumns
 
