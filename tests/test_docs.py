@@ -114,8 +114,7 @@ def _exists(file: str, *roots: Path) -> bool:
 
 
 def test_every_estimator_and_policy_loss_is_described() -> None:
-    from fusionrl.algorithms.estimators import ESTIMATORS
-    from fusionrl.algorithms.losses import LOSSES
+    from fusionrl.algorithms.estimators import ESTIMATORS, LOSSES
 
     page = (REPO / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
     missing = [name for name in (*ESTIMATORS, *LOSSES) if not re.search(rf"\b{name}\b", page)]

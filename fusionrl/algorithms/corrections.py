@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.log_ratio import bounded_exp
+from fusionrl.algorithms.divergence import bounded_exp
 from fusionrl.algorithms.sequences import Sequences
 
 Level = Literal["token", "sequence", "geometric"]

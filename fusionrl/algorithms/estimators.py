@@ -1,9 +1,8 @@
-"""The table of advantage estimators (--advantage-estimator). To add one: a function of its stage, and an entry here.
+"""The tables of advantage estimators (--advantage-estimator) and of policy losses (--policy-loss).
 
-Group stages are in `group_stages.py`, token stages in `token_stages.py`; a new one may be in a file of its own.
-
-docs/internals/extend.md has a complete example. Everything that the name of an estimator decides is a field
-of its entry; no other code compares the name. Nothing here needs torch: the command line and the Buffer read the table.
+To add an estimator: a function of its stage, and an entry here; docs/internals/extend.md has a complete example. To add
+a loss: its function in `policy_losses.py`, and an entry here. Everything that a name decides is a field of its entry;
+no other code compares the name. Nothing here needs torch: the command line and the Buffer read the tables.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +11,20 @@ from typing import Literal
 
 import numpy as np
 
-from fusionrl.algorithms.group_stages import dr_grpo, grpo, opo, pass_at_k_advantages, remax, rloo
-from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.algorithms.token_stages import TokenStage, critic, discounted, process, spread
+from fusionrl.algorithms.stages import (
+    SampleBatch,
+    TokenStage,
+    critic,
+    discounted,
+    dr_grpo,
+    grpo,
+    opo,
+    pass_at_k_advantages,
+    process,
+    remax,
+    rloo,
+    spread,
+)
 
 GroupStage = Callable[[SampleBatch], np.ndarray]  # n samples -> [n] float64
 Role = Literal["critic", "prm"]  # also the prefix of their flags and metrics, and their folder in a checkpoint
@@ -117,3 +127,39 @@ def names_where(holds: Callable[[Estimator], bool]) -> tuple[str, ...]:
 def readers_of(field: str) -> tuple[str, ...]:
     """Return the names of the estimators that read a flag."""
     return names_where(lambda estimator: field in estimator.reads)
+
+
+_RANGE = ("eps_clip", "eps_clip_high")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One policy loss.
+
+    reads            fields of flags that only some losses read
+    clips_sequences  its ratio is one of whole sequences, so it is sequences that it clips
+    selects          it chooses tokens by statistics of the whole mini-batch (`covariance.select`)
+    """
+
+    reads: tuple[str, ...] = ()
+    clips_sequences: bool = False
+    selects: bool = False
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo": Loss((*_RANGE, "eps_clip_c")),
+    "gspo": Loss((*_RANGE, "eps_clip_c"), clips_sequences=True),
+    "gspo_token": Loss((*_RANGE, "eps_clip_c"), clips_sequences=True),
+    "cispo": Loss(_RANGE),
+    "sapo": Loss(("sapo_tau_pos", "sapo_tau_neg")),
+    "gpg": Loss(),
+    "gmpo": Loss(_RANGE),
+    "clip_cov": Loss((*_RANGE, "eps_clip_c", "clip_cov_fraction", "clip_cov_low", "clip_cov_high"), selects=True),
+    "kl_cov": Loss(("kl_cov_fraction", "kl_cov_coef"), selects=True),
+    "dpo": Loss(("dpo_beta", "dpo_label_smoothing")),  # of pairs: `dpo.py`
+}
+
+
+def losses_that_read(field: str) -> tuple[str, ...]:
+    """Return the names of the policy losses that read a flag."""
+    return tuple(name for name, loss in LOSSES.items() if field in loss.reads)

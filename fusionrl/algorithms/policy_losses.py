@@ -1,17 +1,19 @@
-"""The policy losses of tokens. To add one: its function, an entry in POLICY_LOSSES below, and one in `losses.py`.
+"""Losses of tokens: policy losses, the critic's loss, and the weights by which they become one number.
 
 A policy loss is a function of N flat tokens: (log-probs of the policy now, of the old policy, advantages, mask, all
-[N]; their sequences; options) -> (loss of each token [N], metrics: values of tokens [N], whose masked mean counts).
+[N]; their sequences; options) -> (loss of each token [N], metrics: values of tokens [N], whose masked mean counts). To
+add one: its function, an entry in POLICY_LOSSES below, and one in LOSSES (`estimators.py`).
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.log_ratio import bounded_exp
+from fusionrl.algorithms.divergence import bounded_exp
 from fusionrl.algorithms.sequences import Sequences
 
 
@@ -212,3 +214,65 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "clip_cov": guarded(clip_cov),
     "kl_cov": guarded(kl_cov),
 }
+
+
+def token_weights(
+    mask: np.ndarray,
+    kind: str,
+    num_tokens: float,
+    num_samples: int,
+    constant: float | None = None,
+    attempt_tokens: float | None = None,
+) -> np.ndarray:
+    """Weights of one sample's tokens: the loss is their sum of `weight * loss` over all samples of the optimizer step.
+
+        token_mean      mask / num_tokens                        DAPO (arXiv 2503.14476), section 3.3
+        sequence_mean   mask / (num_samples * attempt_tokens)    GRPO (arXiv 2402.03300), equation 3
+        constant        mask / (num_samples * constant)          Dr. GRPO (arXiv 2503.20783), section 3.2
+
+    The counts are those of the whole step over all ranks, so no split changes the loss. A sample without trained tokens
+    (removed by a filter, masked, failed) weighs nothing and still counts in num_samples: in the papers' 1/G, G is the
+    number of answers that were sampled, whatever becomes of them.
+
+    Args:
+        mask: [L] of the sample's response; 0 where a token is not trained on.
+        kind: see above.
+        num_tokens: the sum of all masks.
+        num_samples: how many attempts the step has, those without trained tokens included. An attempt is one sample, or
+            several that share a `rollout_id`.
+        constant: for "constant": the same length for all samples, such as the longest response allowed.
+        attempt_tokens: for "sequence_mean": the sum of the masks of all samples of the attempt. None: of this one.
+
+    Returns:
+        [L] float64.
+    """
+    mask = np.asarray(mask, np.float64)
+    if kind == "token_mean":
+        return mask / max(num_tokens, 1.0)
+    if kind == "sequence_mean":
+        return mask / max(num_samples * float(mask.sum() if attempt_tokens is None else attempt_tokens), 1e-12)
+    assert kind == "constant" and constant, f"{kind}: the flags' check asks for a length"
+    return mask / (max(num_samples, 1) * constant)
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2` of each token.
+
+    Source: the clip is from OpenAI Baselines' PPO2; arXiv 2005.12729, section 3, describes it.
+
+    Args:
+        values: [N] of the critic that is trained, with gradient.
+        old_values: [N] of the critic when the advantages were computed.
+        returns: [N] what the values should be.
+        clip: how far a value may move from the old one; None: no bound.
+
+    Returns:
+        (loss [N], metrics [N]): `value_clip_fraction` is 1.0 where the clip took the gradient away, else 0.0.
+    """
+    free = (values - returns) ** 2
+    if clip is None:
+        return 0.5 * free, {"value_clip_fraction": torch.zeros_like(free)}
+    bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns) ** 2
+    return 0.5 * torch.maximum(free, bounded), {"value_clip_fraction": (bounded > free).to(free.dtype).detach()}

@@ -1,14 +1,18 @@
-"""Advantages and returns token by token: rewards of tokens, discounted returns (REINFORCE++), and GAE (PPO).
+"""Advantages and returns of tokens: discounted returns (REINFORCE++), GAE (PPO), process rewards (PRIME), whitening.
 
 All run over each sample's trained tokens; how untrained ones count: see `Responses`.
+
+PRIME (arXiv 2502.01456, after arXiv 2412.01981) trains a language model on outcomes and reads its log-ratio to a
+reference as the reward `beta * log p_prm(y) / p_ref(y)` of a response, and of each token. The steps of one rollout:
+`implicit_rewards`, `Responses.mean` of them, `leave_one_out` over all ranks' samples, `prime_advantages`, whitening.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from fusionrl.algorithms.kl import KL_ESTIMATORS
-from fusionrl.algorithms.log_ratio import comparable
-from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.divergence import KL_ESTIMATORS, comparable
+from fusionrl.algorithms.sequences import Responses
 
 CHUNK = 128
 
@@ -144,3 +148,103 @@ def discounted_sums(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
         inflow[ends[chunks > 0] - 1] = 0.0
         sums += inflow[:, None] * powers[CHUNK - steps]
     return sums.view(-1)[slots]
+
+
+EPSILON = 1e-8
+
+
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares of `values` [N] where `mask` [N] is not 0 -> [3] float64.
+
+    They add up over ranks and parts. A value that is not finite goes into the sums: see `whiten`.
+    """
+    picked = values[mask != 0].double()
+    return torch.stack([picked.new_tensor(float(picked.numel())), picked.sum(), picked.square().sum()])
+
+
+def whiten(values: Tensor, mask: Tensor, total: Tensor) -> Tensor:
+    """`(x - mean) / sqrt(variance + 1e-8)` where `mask` is not 0, else 0; the variance is the unbiased one (n - 1).
+
+    Args:
+        values: [N].
+        mask: [N].
+        total: [3], the `moments` of the whole batch.
+
+    Returns:
+        [N], of the type of `values`. A batch of one token, or of equal ones, has no deviation: its values become 0, as
+        far as rounding goes.
+
+    Raises:
+        ValueError: a value in the batch is not finite; on every rank at once, for all have the same `total`.
+    """
+    count, first, second = total.double().tolist()
+    if not torch.isfinite(total).all():
+        raise ValueError("advantages to be whitened are not finite: see the rewards, values and log-probs they are of")
+    mean = first / max(count, 1.0)
+    variance = max(second - count * mean**2, 0.0) / max(count - 1.0, 1.0)
+    scaled = (values.double() - mean) / (variance + EPSILON) ** 0.5
+    return torch.where(mask != 0, scaled, 0.0).to(values.dtype)
+
+
+def implicit_rewards(prm_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """`beta * (log p_prm - log p_ref)` of each trained token [N]; 0 at untrained tokens.
+
+    The gradient flows through the reward model's log-probs alone. The paper's beta is 0.05.
+
+    Returns:
+        (rewards [N], excluded []): a token with a log-prob that is not finite gets 0 and is counted.
+    """
+    prm, reference, excluded = comparable(prm_log_probs, ref_log_probs.detach(), mask)
+    return beta * (prm - reference), excluded
+
+
+def prime_advantages(
+    process_rewards: Tensor,
+    process_baselines: Tensor,
+    outcome_advantages: Tensor,
+    responses: Responses,
+    gamma: float = 1.0,
+    process_coef: float = 1.0,
+    outcome_coef: float = 1.0,
+) -> Tensor:
+    """`sum_{s >= t} gamma^(s-t) (r_s - b)` of the process rewards plus the outcome's RLOO advantage.
+
+    b is the mean over the group's other samples of their mean process reward. The two are made apart, for one is of
+    tokens and one of samples, and added. (The authors' program scales `r_s - mean` by K / (K - 1); the
+    formula of the paper, which this is, does not.)
+
+    Args:
+        process_rewards: [N], of `implicit_rewards`, without gradient.
+        process_baselines: [n], of `leave_one_out` over the samples' means.
+        outcome_advantages: [n], of `rloo`.
+        responses: the N tokens' samples and mask.
+        gamma, process_coef, outcome_coef: discount of the process rewards; weights of the two parts.
+
+    Returns:
+        [N], of the type of `process_rewards`; 0 at untrained tokens. To be whitened.
+
+    Raises:
+        ValueError: a process reward that is not finite.
+    """
+    centered = responses.pick(process_rewards, "process reward") - process_baselines.double()[responses.sample]
+    process = discounted_returns(responses.place(centered, centered.dtype), responses, gamma)
+    total = process_coef * process + outcome_coef * responses.spread(outcome_advantages.double())
+    return total.to(process_rewards.dtype)
+
+
+def implicit_reward_loss(rewards: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of the reward model: `-(y log s(r) + (1 - y) log s(-r))`, s the sigmoid -> [S].
+
+    Args:
+        rewards: [S], the sums of `implicit_rewards` over each whole sequence. Where a sequence's tokens are spread
+            over ranks, sum over these first, by a sum that carries the gradient back. An empty sequence has 0 and
+            its loss log 2, without gradient.
+        labels: [S], 1 where the outcome is right, 0 where it is wrong; or a share of it.
+
+    Raises:
+        ValueError: a label outside of 0 … 1.
+    """
+    wrong = ~((labels >= 0) & (labels <= 1))
+    if wrong.any():
+        raise ValueError(f"the outcome {float(labels[wrong][0])} must be from 0 (wrong) to 1 (right)")
+    return softplus(rewards) - labels * rewards

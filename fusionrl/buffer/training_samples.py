@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.algorithms.stages import SampleBatch
 from fusionrl.buffer.hook_border import HookBorder
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError

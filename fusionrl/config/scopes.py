@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fusionrl.algorithms.estimators import ACCURACY, names_where, readers_of
-from fusionrl.algorithms.losses import losses_that_read
+from fusionrl.algorithms.estimators import ACCURACY, losses_that_read, names_where, readers_of
 from fusionrl.config import run_parts
 from fusionrl.config.presets import NONZERO_STD, PRESETS
 from fusionrl.pipeline.knobs import IN_TURN, PIPELINES

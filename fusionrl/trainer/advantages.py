@@ -8,11 +8,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from fusionrl.algorithms.group_stages import leave_one_out
-from fusionrl.algorithms.log_ratio import reverse_kl_gap
-from fusionrl.algorithms.responses import Responses
-from fusionrl.algorithms.token_stages import TokenInputs, TokenOptions
-from fusionrl.algorithms.whitening import moments, whiten
+from fusionrl.algorithms.divergence import reverse_kl_gap
+from fusionrl.algorithms.sequences import Responses
+from fusionrl.algorithms.stages import TokenInputs, TokenOptions, leave_one_out
+from fusionrl.algorithms.token_advantages import moments, whiten
 from fusionrl.config.config import Config
 from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.run_parts import estimator_of

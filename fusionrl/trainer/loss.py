@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
-from fusionrl.algorithms.estimators import Role
-from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
-from fusionrl.algorithms.losses import LOSSES
-from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums
-from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossOptions, guarded
-from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards
+from fusionrl.algorithms.divergence import KL_ESTIMATORS, MISMATCH_SUMS, mismatch_sums, unbiased_kl
+from fusionrl.algorithms.estimators import LOSSES, Role
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossOptions, guarded, value_loss
 from fusionrl.algorithms.sequences import Sequences
-from fusionrl.algorithms.value_loss import value_loss
+from fusionrl.algorithms.token_advantages import implicit_reward_loss, implicit_rewards
 from fusionrl.config.config import Config
 from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.aggregation import token_weights
+from fusionrl.algorithms.policy_losses import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.image_rows import place_images, prompt_keys

@@ -35,7 +35,7 @@ class ProcessRewardTrainer(TrainerBase):
         import numpy as np
         import torch
 
-        from fusionrl.algorithms.prime import implicit_rewards
+        from fusionrl.algorithms.token_advantages import implicit_rewards
         from fusionrl.trainer.score import score_samples
         from fusionrl.trainer.stages import Prepared
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from fusionrl.algorithms.covariance import select
 from fusionrl.algorithms.dpo import pair_slopes
-from fusionrl.algorithms.losses import LOSSES
+from fusionrl.algorithms.estimators import LOSSES
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.trainer.loss import LossOptions

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
+from fusionrl.algorithms.divergence import MISMATCH_SUMS, mismatch_metrics
 
 MISMATCH = "mismatch/"  # prefix of the token sums that `mismatch_metrics` reports
 MISMATCH_PEAK = MISMATCH + "peak"  # largest |engine - trainer| of a log-prob, nats

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.aggregation import token_weights
+from fusionrl.algorithms.policy_losses import token_weights
 from fusionrl.algorithms.sequences import Sequences
 
 LENGTHS = (5, 1, 0, 7, 3, 4)  # one is empty, and the last fully masked

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.aggregation import token_weights
+from fusionrl.algorithms.policy_losses import token_weights
 
 # One plain, one with a tool's answer in it, one without a trained token, one empty, one cut off.
 MASKS = [[1, 1, 1], [1, 0, 0, 1, 1], [0, 0], [], [1] * 8]

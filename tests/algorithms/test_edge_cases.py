@@ -16,18 +16,24 @@ import torch
 from torch import Tensor
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
+from fusionrl.algorithms.divergence import KL_ESTIMATORS, mismatch_metrics, mismatch_sums, reverse_kl_gap
 from fusionrl.algorithms.dpo import pair_slopes
-from fusionrl.algorithms.group_stages import leave_one_out
-from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.algorithms.kl import KL_ESTIMATORS
-from fusionrl.algorithms.log_ratio import reverse_kl_gap
-from fusionrl.algorithms.losses import LOSSES
-from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from fusionrl.algorithms.estimators import LOSSES
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
-from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards, prime_advantages
-from fusionrl.algorithms.responses import Responses
-from fusionrl.algorithms.token_advantages import discounted_returns, gae, kl_rewards, score_rewards, truncated_values
-from fusionrl.algorithms.whitening import moments, whiten
+from fusionrl.algorithms.sequences import Responses
+from fusionrl.algorithms.stages import SampleBatch, leave_one_out
+from fusionrl.algorithms.token_advantages import (
+    discounted_returns,
+    gae,
+    implicit_reward_loss,
+    implicit_rewards,
+    kl_rewards,
+    moments,
+    prime_advantages,
+    score_rewards,
+    truncated_values,
+    whiten,
+)
 from tests.algorithms.flat import Flat, flat_batch, sequences_of
 from tests.algorithms.group_stages import GROUP_STAGES
 from tests.algorithms.test_corrections import LEVELS, MODES

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.group_stages import leave_one_out
-from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.algorithms.stages import SampleBatch, leave_one_out
 from tests.algorithms.group_stages import GROUP_STAGES
 
 SIZES = [4, 1, 2, 5, 8]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
-from fusionrl.algorithms.value_loss import value_loss
+from fusionrl.algorithms.divergence import KL_ESTIMATORS, unbiased_kl
+from fusionrl.algorithms.policy_losses import value_loss
 
 
 def draws(seed, *scales, count=200):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from fusionrl.algorithms.divergence import mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.mismatch_report import MismatchLimits, mismatch_warning
 from fusionrl.runtime.reporter import MismatchWatch
 

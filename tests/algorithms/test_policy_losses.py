@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fusionrl.algorithms.losses import LOSSES
+from fusionrl.algorithms.estimators import LOSSES
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.algorithms.sequences import Sequences
 from tests.algorithms.flat import Flat, flat_batch, relative, sequences_of

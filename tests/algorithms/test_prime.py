@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.group_stages import leave_one_out, rloo
-from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards, prime_advantages
-from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.sequences import Responses
+from fusionrl.algorithms.stages import SampleBatch, leave_one_out, rloo
+from fusionrl.algorithms.token_advantages import implicit_reward_loss, implicit_rewards, prime_advantages
 
 LENGTHS = [5, 9, 1, 4, 0, 6, 3, 8]
 GROUPS = np.array([0, 1, 0, 1, 0, 0, 1, 2])

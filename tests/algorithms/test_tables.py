@@ -7,8 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import fusionrl
-from fusionrl.algorithms.estimators import ESTIMATORS, Estimator
-from fusionrl.algorithms.losses import LOSSES
+from fusionrl.algorithms.estimators import ESTIMATORS, LOSSES, Estimator
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
 from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.groups.algorithm import AlgorithmGroup
@@ -66,7 +65,7 @@ def test_losses_have_functions_and_their_constants_are_flags() -> None:
 
 def test_the_tables_are_read_without_torch() -> None:
     """The command line and the Buffer read them; torch would take seconds of each start."""
-    code = "import sys, fusionrl.algorithms.estimators, fusionrl.algorithms.losses; assert 'torch' not in sys.modules"
+    code = "import sys, fusionrl.algorithms.estimators; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.log_ratio import reverse_kl_gap
-from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.divergence import reverse_kl_gap
+from fusionrl.algorithms.sequences import Responses
 from fusionrl.algorithms.token_advantages import (
     discounted_returns,
     discounted_sums,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.algorithms.whitening import moments, whiten
+from fusionrl.algorithms.token_advantages import moments, whiten
 
 
 def draws(seed: int, size: int = 500) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
-from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.algorithms.stages import SampleBatch
 from fusionrl.buffer.evaluation import MixedVersions, check_one_version, eval_metrics, eval_table
 from fusionrl.buffer.rollout_report import rollout_facts, rollout_metrics, set_metrics, teaches_nothing
 from fusionrl.buffer.staleness import StepStaleness

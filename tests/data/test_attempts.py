@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
-from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.algorithms.stages import SampleBatch
 from fusionrl.buffer.evaluation import eval_set_metrics
 from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.data.attempts import attempts_of, join_attempt

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.aggregation import token_weights
+from fusionrl.algorithms.policy_losses import token_weights
 from fusionrl.data.sample import Sample
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
+from fusionrl.algorithms.divergence import mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.dpo import pair_slopes
-from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
-from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions, value_loss
 from fusionrl.algorithms.sequences import Sequences
-from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.cli import main
 from fusionrl.observe.glossary import _ON_THE_CONSOLE, GLOSSARY, describe, entry_of, render_glossary, undocumented
 from fusionrl.runtime.reporter import _SHOWN

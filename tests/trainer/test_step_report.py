@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums
+from fusionrl.algorithms.divergence import MISMATCH_SUMS, mismatch_sums
 from fusionrl.observe.glossary import undocumented
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK, StepReport, pooled_metrics

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fusionrl.algorithms.estimators import ESTIMATORS
-from fusionrl.algorithms.losses import LOSSES
+from fusionrl.algorithms.estimators import ESTIMATORS, LOSSES
 from fusionrl.config import scopes
 from fusionrl.config.groups.base import Group, JsonObject, acting, of_policy, of_rl, of_rl_training
 from fusionrl.config.presets import PRESETS

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.kl import KL_ESTIMATORS, LOW_VAR_BOUND
+from fusionrl.algorithms.divergence import KL_ESTIMATORS, LOW_VAR_BOUND
 
 Values = TypeVar("Values", Tensor, list[float])
 
@@ -18,7 +18,7 @@ Values = TypeVar("Values", Tensor, list[float])
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
-    """Return an estimate of KL(policy || base) for each token; see `fusionrl.algorithms.kl`.
+    """Return an estimate of KL(policy || base) for each token; see `fusionrl.algorithms.divergence`.
 
     importance_ratio  probability of the policy over that of the one that drew the token, for an unbiased estimate
 
