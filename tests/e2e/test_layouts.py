@@ -1,7 +1,7 @@
-"""Whole rl runs whose trainers are divided: what they push, the engines' own log-probs and checksums confirm.
+"""A whole PPO run whose trainers are divided: what they push, the engines' own log-probs and checksums confirm.
 
-Each ends when a process is killed, and its error names that one. Of others that die: a trainer in test_pipelines.py, an
-engine's actor in test_saved_samples.py, its server in test_end_of_run.py.
+It ends when a process is killed, and its error names that one. Of others that die: a trainer and a router in
+test_pipelines.py, an engine's actor in test_saved_samples.py, its server in test_end_of_run.py.
 """
 
 import re
@@ -15,26 +15,19 @@ from tests.e2e.launch import launch, metrics_of
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2", "ep2-dp2"])
-def test_divided_trainers_and_two_engines(
-    layout: str, task: Path, experts: Path, rl_flags: list[str], tmp_path: Path
-) -> None:
-    """tp2-pp2 is PPO: its critic has a layout and devices of its own, and is trained towards the returns.
+def test_divided_trainers_and_two_engines(rl_flags: list[str], tmp_path: Path) -> None:
+    """PPO: the critic has a layout and devices of its own, and is trained towards the returns.
 
-    Its engines speculate: the trainers find the log-probs of the tokens that were drafted to be their own. After two
-    steps a reward hangs, the watchdog names it, and the Buffer is killed. Of ep2-dp2 it is the router.
+    The engines speculate: the trainers find the log-probs of the tokens that were drafted to be their own. After two
+    steps a reward hangs, the watchdog names it, and the Buffer is killed. Trainers that divide experts: test_loop.py.
     """
     folder, hang = tmp_path / "run", tmp_path / "hang"
-    flags = {
-        "tp2-pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    launched = launch(
+        [*rl_flags, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
         + ["--algorithm", "ppo", "--critic-num-gpus", "1", "--critic-lr", "3e-3", "--num-critic-only-steps", "1"]
         + ["--critic-tensor-model-parallel-size", "1", "--critic-pipeline-model-parallel-size", "1"]
-        + ["--sglang-speculative-algorithm", "NGRAM", "--sglang-speculative-num-draft-tokens", "4"],
-        "ep2-dp2": ["--expert-model-parallel-size", "2", "--hf-checkpoint", str(experts)]
-        + ["--pause-generation-mode", "in_place"],
-    }[layout]
-    launched = launch(
-        [*rl_flags, *flags, "--actor-num-gpus-per-node", "4", "--num-gpus-per-node", "4", "--rollout-num-gpus", "2"]
+        + ["--sglang-speculative-algorithm", "NGRAM", "--sglang-speculative-num-draft-tokens", "4"]
+        + ["--actor-num-gpus-per-node", "4", "--num-gpus-per-node", "4", "--rollout-num-gpus", "2"]
         + ["--colocate", "--num-rollout", "100", "--num-steps-per-rollout", "2", "--verify-weights", "always"]
         + ["--run-dir", str(folder), "--no-save", "--stall-warn-s", "1"]
         + ["--custom-rm-path", "tests/e2e/hooks.py:hangs"],
@@ -45,32 +38,20 @@ def test_divided_trainers_and_two_engines(
     def is_time() -> bool:
         if len(metrics_of(folder)) < 3:
             return False
-        if layout == "ep2-dp2":
-            return True
         hang.touch()
         return re.search(r'"generate" has taken .* scored \(sample \d+ for \d+ s\)', launched.output()) is not None
 
-    killed = {
-        "tp2-pp2": ("buffer.a1.log", "the Buffer died: its process "),
-        "ep2-dp2": ("router.log", "of the router at http"),
-    }
-    kill_and_check(launched, folder, is_time, *killed[layout])
+    kill_and_check(launched, folder, is_time, "buffer.a1.log", "the Buffer died: its process ")
     rows = metrics_of(folder)[:3]
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert row["sync/verify_logprob_diff"] < 1e-4
         assert row["sync/version"] == row["step"]
         assert row["sync/verify_tensors"] > 0
-    # Requests that keep their keys and values over a push would leave them in a prefix cache.
-    server_log = next(path for path in (folder / "logs").glob("engine-0*.log") if "actor" not in path.name).read_text()
-    assert f"'disable_radix_cache': {layout == 'ep2-dp2'}" in server_log
     for row in rows[1:]:
-        assert ("rollout/spec_accept_rate" in row) == (layout == "tp2-pp2")
-        assert row.get("rollout/spec_accept_length", 1.0) >= 1.0
-    if layout == "tp2-pp2":
-        assert "train/loss" not in rows.pop(1), "in the first rollout the critic alone is trained"
-        assert rows[1]["critic/value_mean"] != 0 and rows[1]["critic/grad_norm"] > 0
-    for row in rows[1:]:
-        assert row["train/logprob_diff_mean"] < 1e-4
-        assert row["train/grad_norm"] > 0
-        assert row["train/skipped"] == 0
+        assert "rollout/spec_accept_rate" in row and row.get("rollout/spec_accept_length", 1.0) >= 1.0
+    assert "train/loss" not in rows.pop(1), "in the first rollout the critic alone is trained"
+    assert rows[1]["critic/value_mean"] != 0 and rows[1]["critic/grad_norm"] > 0
+    assert rows[1]["train/logprob_diff_mean"] < 1e-4
+    assert rows[1]["train/grad_norm"] > 0
+    assert rows[1]["train/skipped"] == 0

@@ -25,20 +25,26 @@ from tests.observe.view_runs import unpack
 pytestmark = pytest.mark.e2e
 
 PLACEMENTS = {
-    "apart-broadcast": ("broadcast", ["--rollout-num-gpus", "2"]),
+    "apart-broadcast": (
+        "broadcast",
+        ["--rollout-num-gpus", "2", "--expert-model-parallel-size", "2", "--pause-generation-mode", "in_place"],
+    ),
     "colocated-ipc": ("ipc", ["--colocate", "--offload-train", "always"]),
 }
 
 
 @pytest.mark.parametrize("placement", ["apart-broadcast", pytest.param("colocated-ipc", marks=pytest.mark.cold)])
-def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> None:
+def test_rl(placement: str, task: Path, experts: Path, rl_flags: list[str], tmp_path: Path) -> None:
     """Two trainers and two engines: every push is confirmed, every token is stamped, the files are all there.
 
+    Trainers apart from the engines divide the experts of a mixture.
     The colocated run has model, data and its own folder in one with spaces and a letter such as ï, a temporary folder
     that is too long for sockets, and no home.
     """
     transport, flags = PLACEMENTS[placement]
     folder, env = tmp_path / "run", dict[str, str]()
+    if placement == "apart-broadcast":
+        flags = [*flags, "--hf-checkpoint", str(experts)]
     if placement == "colocated-ipc":
         odd = tmp_path / "ein ï, und (mehr)"
         rl_flags = [flag.replace(str(task), str(odd / "task")) for flag in rl_flags]
@@ -83,6 +89,9 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == sorted({f"step_{step:06d}" for step in (best, 3)})
     assert not undocumented_files(folder), "docs/reference/run-folder.md has no row for them"
+    # Requests that keep their keys and values over a push would leave them in a prefix cache.
+    is_cached = placement == "colocated-ipc"
+    assert f"'disable_radix_cache': {not is_cached}" in (folder / "logs" / "engine-0.log").read_text()
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert {"engine-0.log", "engine-1.log", "router.log", "driver.log"} <= logs
     for rollout_id in range(3):

@@ -88,7 +88,9 @@ def test_a_pipeline(
         stops_a_trainer(given, folder, tmp_path)
         run([*given, *WORKER, *go_on], tmp_path)
     else:  # in the middle of a version
-        run([*given, "--colocate", "--save-interval", "1", "--num-rollout", "2"], tmp_path)
+        first = launch([*given, "--colocate", "--save-interval", "1", "--num-rollout", "100"], tmp_path)
+        saved = folder / "checkpoints" / "step_000002" / "manifest.json"
+        kill_and_check(first, folder, saved.is_file, "router.log", "of the router at http")
         run([*given, *go_on], tmp_path)
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
     assert sorted({row["step"] for row in rows}) == list(range(1, num_steps + 1))
