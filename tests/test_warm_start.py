@@ -12,7 +12,7 @@ import pytest
 from fusionrl.base.environment import extended_environment
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.nursery_client import ask
-from fusionrl.base.process_title import ROOM
+from fusionrl.base.process import ROOM
 from fusionrl.runtime.early_start import start_nursery
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
 from tests import warm_start

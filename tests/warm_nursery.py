@@ -23,7 +23,7 @@ from unittest.mock import patch
 from fusionrl.base.environment import extended_environment
 from fusionrl.base.nursery import Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
-from fusionrl.base.process_title import ROOM
+from fusionrl.base.process import ROOM
 from fusionrl.config.config import Config
 from fusionrl.runtime.early_start import EARLY_LINE, start_nursery
 from fusionrl.runtime.nursery_order import engine_branch

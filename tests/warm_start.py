@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fusionrl.base import nursery
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.nursery_client import ask
-from fusionrl.base.open_files import raise_open_files
-from fusionrl.base.process_title import set_title
+from fusionrl.base.process import raise_open_files, set_title
 from fusionrl.runtime import early_start
 from fusionrl.runtime.early_start import EarlyStart, nursery_environment
 

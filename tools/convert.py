@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl.base.torch_stores import create_group_store
+from fusionrl.base.group_stores import create_group_store
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models import families
 from fusionrl.plan.layout import TrainerLayout

@@ -25,7 +25,7 @@ import numpy as np
 import ray
 
 from fusionrl.base.environment import extended_environment
-from fusionrl.base.network_interfaces import LOOPBACK
+from fusionrl.base.sockets import LOOPBACK
 from fusionrl.config.config import Config
 from fusionrl.config.groups.model import WeightsGroup
 from fusionrl.engines.engine import EngineSpec

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
 from fusionrl.base.nursery_client import LENGTH, MAX_DESCRIPTORS, PID_FILE, TAKEN
-from fusionrl.base.open_files import raise_open_files
+from fusionrl.base.process import raise_open_files
 
 _PR_SET_PDEATHSIG = 1
 _TAKEN_S = 10.0

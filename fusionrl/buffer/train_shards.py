@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fusionrl.base.malloc import give_freed_back
+from fusionrl.base.process import give_freed_back
 from fusionrl.buffer.staleness import StepStaleness, is_current
 from fusionrl.buffer.training_samples import TrainingSamples
 from fusionrl.data.attempts import attempts_of

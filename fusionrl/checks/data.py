@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.checks.images import image_text, usable_columns
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config

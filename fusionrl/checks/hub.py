@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fusionrl.base.log_suppression import quiet
-from fusionrl.base.packages import install_hint
+from fusionrl.base.imports import quiet
+from fusionrl.base.wording import install_hint
 from fusionrl.config.config import Config
 from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of

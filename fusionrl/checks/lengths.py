@@ -13,7 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.checks.data import added_tokens, count_tokens, light_rows, most_bytes, prompt_columns
 from fusionrl.checks.images import usable_columns
 from fusionrl.config.config import Config

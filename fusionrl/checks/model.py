@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fusionrl.base import cpu_wing
-from fusionrl.base.packages import install_hint
-from fusionrl.base.wording import attempt, dividing
+from fusionrl.base.wording import attempt, dividing, install_hint
 from fusionrl.checks.hub import CHECKPOINTS, TOKENIZERS
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import FLAG, engine_groups

@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from fusionrl.base.packages import install_hint
-from fusionrl.base.spelling import existing_parent, names_in, nearest
+from fusionrl.base.wording import existing_parent, install_hint, names_in, nearest
 from fusionrl.config.config import Config
 from fusionrl.config.profile import ProfileOrder
 from fusionrl.config.run_parts import changes_weights, saves, uses_engines, uses_trainers

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from fusionrl import sandbox
-from fusionrl.base.packages import install_hint
+from fusionrl.base.wording import install_hint
 from fusionrl.checks.model import size_errors
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config

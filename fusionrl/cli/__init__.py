@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 from fusionrl import __version__
-from fusionrl.base.spelling import closest
+from fusionrl.base.wording import closest
 from fusionrl.cli.exit_codes import EXIT_USER, refuse
 
 USAGE = """usage: fusionrl COMMAND [flags]

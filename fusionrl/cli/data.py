@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.base.wording import counted
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names

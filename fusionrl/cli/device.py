@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from typing import Literal
 
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.plan.visible_devices import VARIABLE, visible_names
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusionrl.base.spelling import existing_parent
+from fusionrl.base.wording import existing_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

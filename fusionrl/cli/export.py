@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.base import cpu_wing
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.cli.exit_codes import refuse
 from fusionrl.models.adapted import base_identity, saved_in
 from fusionrl.models.adapters import AdapterSpec, peft_sizes

@@ -8,7 +8,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.base.wording import attempt
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.outputs import first_start_warning, profile_errors, profile_plan_errors, resume_folder_errors

@@ -7,7 +7,7 @@ it. A name that is a flag here with another meaning is not in these tables.
 import re
 from collections.abc import Collection, Iterable
 
-from fusionrl.base.spelling import closest
+from fusionrl.base.wording import closest
 from fusionrl.config.presets import NONZERO_STD
 
 _ALWAYS = "leave it out: it is always so here"

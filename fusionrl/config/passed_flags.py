@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from fusionrl.base.spelling import closest
+from fusionrl.base.wording import closest
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.aliases import cure_for, setting_of
 from fusionrl.config.config import PassThrough

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fusionrl.base import cpu_wing
-from fusionrl.base.cache_files import cache_path, file_fact, read_cache, write_cache
-from fusionrl.base.log_suppression import quiet
-from fusionrl.base.spelling import closest
+from fusionrl.base.files import cache_path, file_fact, read_cache, write_cache
+from fusionrl.base.imports import quiet
+from fusionrl.base.wording import closest
 
 _SWITCHES: dict[type, str] = {argparse._StoreTrueAction: "store_true", argparse._StoreFalseAction: "store_false"}
 _TYPES = {None: None, int: "int", float: "float", str: "str"}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fusionrl.base.cpu_wing import PROCESSOR_VARIABLE
-from fusionrl.base.lazy_modules import when_imported
+from fusionrl.base.imports import when_imported
 
 PROCESSORS = "sglang.srt.multimodal.processors"
 """SGLang's package with a module for each kind of processor."""

@@ -16,8 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from fusionrl.base.cache_files import cache_folder, file_fact, open_kept, write_bytes
 from fusionrl.base.environment import child_environment
+from fusionrl.base.files import cache_folder, file_fact, open_kept, write_bytes
 
 SOURCE = Path(__file__).with_name("kernels.c")
 # Sums may be vectorised where the source says so, and nowhere else: NaN and infinities travel as in torch.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
-from fusionrl.base.lazy_modules import imported_later
+from fusionrl.base.imports import imported_later
 
 T = TypeVar("T")
 

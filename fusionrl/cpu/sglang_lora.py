@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusionrl.base.lazy_modules import when_imported
+from fusionrl.base.imports import when_imported
 
 if TYPE_CHECKING:
     from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND
-from fusionrl.base.lazy_modules import when_imported
+from fusionrl.base.imports import when_imported
 from fusionrl.cpu import delta_rule
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fusionrl.base.spelling import closest
+from fusionrl.base.wording import closest
 from fusionrl.data.adapter_column import AdapterColumn
 from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding, FindingError, LabelProblem

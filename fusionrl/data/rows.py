@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusionrl.base.packages import install_hint
-from fusionrl.base.spelling import hint
+from fusionrl.base.wording import hint, install_hint
 from fusionrl.data.findings import Finding, FindingError
 
 if TYPE_CHECKING:

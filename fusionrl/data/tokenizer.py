@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fusionrl.base.imports import without_collections
-from fusionrl.base.scan_cache import cached_scans
+from fusionrl.base.imports import cached_scans, without_collections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
-from fusionrl.base.lazy_modules import when_imported
+from fusionrl.base.imports import when_imported
 from fusionrl.base.wording import BASE
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fusionrl.base.socket_folder import socket_folder
+from fusionrl.base.sockets import socket_folder
 from fusionrl.base.wording import BASE
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
 from fusionrl.engines.http import EndpointError

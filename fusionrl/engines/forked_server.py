@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fusionrl.base.nursery_client import FOLDER_VARIABLE, ask
-from fusionrl.base.process_title import replace_title, set_title
+from fusionrl.base.process import replace_title, set_title
 from fusionrl.engines import process_minder
 
 logger = logging.getLogger(__name__)

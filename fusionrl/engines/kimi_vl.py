@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusionrl.base.lazy_modules import when_imported
+from fusionrl.base.imports import when_imported
 from fusionrl.data.images import as_rgb, normal_form
 from fusionrl.data.processor_files import ProcessorFiles, read_processor_files
 

@@ -8,7 +8,7 @@ in Python, which imports SGLang and torch, is imported only with `--mini-lb`: 2 
 import sys
 import types
 
-from fusionrl.base.stack_signal import answer_with_stacks
+from fusionrl.base.process import answer_with_stacks
 
 _BALANCER = "sglang_router.mini_lb"
 

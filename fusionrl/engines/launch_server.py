@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
-from fusionrl.base.malloc import keep_freed
-from fusionrl.base.stack_signal import answer_with_stacks
+from fusionrl.base.process import answer_with_stacks, keep_freed
 from fusionrl.engines import kimi_vl, model_checks, rendezvous, stream_versions
 
 _OF_SCHEDULERS = (
@@ -103,7 +102,7 @@ def endpoints_later() -> Iterator[None]:
     """
     from pydantic import BaseModel
 
-    from fusionrl.base.lazy_modules import imported_later
+    from fusionrl.base.imports import imported_later
 
     config = BaseModel.model_config
     BaseModel.model_config = config | {"defer_build": True}
@@ -117,7 +116,7 @@ def endpoints_later() -> Iterator[None]:
 @contextmanager
 def _light() -> Iterator[None]:
     """Import parts of SGLang within it, without what no run uses."""
-    from fusionrl.base.scan_cache import cached_scans
+    from fusionrl.base.imports import cached_scans
 
     with without_collections(), cached_scans(), endpoints_later(), ExitStack() as on_cpu:
         if _is_on_cpu():

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 from safetensors import safe_open
 
-from fusionrl.base.file_hashes import plain_name
+from fusionrl.base.files import plain_name
 from fusionrl.engines import delta
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from fusionrl.base.lazy_modules import when_imported
+from fusionrl.base.imports import when_imported
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ import sys
 from contextlib import suppress
 
 from fusionrl.base.environment import child_environment
-from fusionrl.base.pipe_messages import LENGTH, frame
+from fusionrl.base.sockets import LENGTH, frame
 from fusionrl.engines.answer_checks import AnswerBounds, AnswerError
 from fusionrl.engines.generation import Generation, parse_answer
 

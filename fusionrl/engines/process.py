@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from fusionrl.base.memory_groups import MemoryKills
-from fusionrl.base.signal_names import signal_name
+from fusionrl.base.process import signal_name
 from fusionrl.engines.forked_server import ForkedMinder, fork_server, kill_group
 
 _MINDER = Path(__file__).with_name("process_minder.py")

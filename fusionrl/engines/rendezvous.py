@@ -4,8 +4,8 @@
 
 * SGLang's own ranks meet in a file of the engine's temporary folder; those of an engine over several nodes in a store
   of rank 0 that takes connections from the run's nodes alone;
-* a trainer is met, for a weight push, in the store that it made (`fusionrl.base.torch_stores`). All members of the
-  group wait there for each other, and NCCL's communicator is made at once (`fusionrl.base.group_rendezvous`).
+* a trainer is met, for a weight push, in the store that it made (`fusionrl.base.group_stores`). All members of the
+  group wait there for each other, and NCCL's communicator is made at once (`fusionrl.base.group_stores`).
 """
 
 import os
@@ -24,7 +24,7 @@ def install() -> None:
     """Replace the handler, and the constructor of groups that SGLang calls; imports torch. Idempotent."""
     from torch.distributed import distributed_c10d as c10d
 
-    from fusionrl.base.group_rendezvous import connecting
+    from fusionrl.base.group_stores import connecting
 
     # `torch.distributed.rendezvous` is the function of that name.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
@@ -36,8 +36,7 @@ def install() -> None:
 def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: object) -> Iterator[tuple[object, int, int]]:
     import torch.distributed as dist
 
-    from fusionrl.base.group_rendezvous import meet
-    from fusionrl.base.torch_stores import engine_store, join_group_store
+    from fusionrl.base.group_stores import engine_store, join_group_store, meet
 
     address = urlparse(url)
     query = {name: int(values[0]) for name, values in parse_qs(address.query).items() if name in ("rank", "world_size")}

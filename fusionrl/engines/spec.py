@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND, PROCESSOR_VARIABLE
 from fusionrl.base.environment import child_environment
-from fusionrl.base.network_interfaces import collective_interfaces
+from fusionrl.base.sockets import collective_interfaces
 from fusionrl.engines.image_settings import ImageSettings
 from fusionrl.engines.launch_server import ADAPTERS_VARIABLE, DEVICE_VARIABLE
 from fusionrl.engines.rendezvous import NODES_VARIABLE

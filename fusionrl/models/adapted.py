@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from fusionrl.base.file_hashes import sampled_hash
+from fusionrl.base.files import sampled_hash
 from fusionrl.models.adapters import AdapterSpec, adapter_rules
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.weight_files import is_megatron_folder, tensor_files, weights_folder

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
 
-from fusionrl.base.spelling import hint
+from fusionrl.base.wording import hint
 from fusionrl.models import families
 from fusionrl.models.kinds import Attention, Dense, Experts, Full, Kind, Latent, Mlp
 from fusionrl.models.published import text_config, vision_of

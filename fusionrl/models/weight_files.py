@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionrl.base.file_hashes import plain_name
+from fusionrl.base.files import plain_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionrl.base.markdown_tables import table_rows
+from fusionrl.base.wording import table_rows
 from fusionrl.observe.metrics import RESERVED_KEYS
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from fusionrl.base.packages import install_hint
+from fusionrl.base.wording import install_hint
 from fusionrl.observe.json_values import Scalar, json_line, parse_object, to_scalar
 
 METRICS_FILE = "metrics.jsonl"

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from fusionrl.base.spelling import closest
-from fusionrl.base.wording import counted
+from fusionrl.base.wording import closest, counted
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import serving_groups
 from fusionrl.config.run_parts import estimator_of, uses_trainers

@@ -1,6 +1,6 @@
 """Open files of a run's router, which has the most of all processes, and the limit of this machine."""
 
-from fusionrl.base.open_files import most_open_files
+from fusionrl.base.process import most_open_files
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import uses_engines
 from fusionrl.plan.plan import Plan

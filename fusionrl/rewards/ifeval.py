@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fusionrl.base.packages import install_hint
+from fusionrl.base.wording import install_hint
 from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.text_match import after_thinking
 

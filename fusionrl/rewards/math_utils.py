@@ -6,7 +6,7 @@ from decimal import Decimal
 from itertools import product
 from typing import Any
 
-from fusionrl.base.packages import install_hint
+from fusionrl.base.wording import install_hint
 from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.numbers import hundredth, is_equal_number, join_thousands, read_number
 from fusionrl.rewards.text_match import read_text

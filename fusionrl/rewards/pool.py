@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.base.environment import child_environment, secrets_of_hooks
-from fusionrl.base.pipe_messages import LENGTH, frame
+from fusionrl.base.sockets import LENGTH, frame
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import loan_of
 from fusionrl.observe.logs import LEVELS

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fusionrl.base.pipe_messages import frame, receive
-from fusionrl.base.stack_signal import answer_with_stacks
+from fusionrl.base.process import answer_with_stacks
+from fusionrl.base.sockets import frame, receive
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import setup_logging, write_whole_lines

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pybase64
 
-from fusionrl.base.network_interfaces import LOOPBACK
+from fusionrl.base.sockets import LOOPBACK
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded
 from fusionrl.data.sample import Sample

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fusionrl.base.packages import install_hint
+from fusionrl.base.wording import install_hint
 from fusionrl.data.prompts import read_rows
 from fusionrl.sandbox import Limits, SandboxError, probe, run_python
 

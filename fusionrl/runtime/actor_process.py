@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusionrl.base.environment import take_secrets
-from fusionrl.base.network_interfaces import collective_interfaces
-from fusionrl.base.open_files import raise_open_files
-from fusionrl.base.stack_signal import answer_with_stacks
+from fusionrl.base.process import answer_with_stacks, raise_open_files
+from fusionrl.base.sockets import collective_interfaces
 from fusionrl.observe.hardware import Device, Meter, bind_near, open_nvml, peak_bytes, resident_bytes
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.observe.spans import clock, count, record_beside

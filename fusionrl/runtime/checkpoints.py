@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fusionrl.base.file_hashes import check_facts, facts_of, plain_name
+from fusionrl.base.files import check_facts, facts_of, plain_name
 
 logger = logging.getLogger(__name__)
 

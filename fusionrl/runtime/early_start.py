@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Self
 
 from fusionrl.base.environment import MKL_MODE, child_environment
 from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE
-from fusionrl.base.process_title import ROOM
-from fusionrl.base.socket_folder import socket_folder
+from fusionrl.base.process import ROOM
+from fusionrl.base.sockets import socket_folder
 from fusionrl.runtime.guard import Guard
 
 if TYPE_CHECKING:

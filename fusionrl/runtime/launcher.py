@@ -22,8 +22,8 @@ from fusionrl.base.environment import (
     without_secrets,
 )
 from fusionrl.base.imports import without_collections
-from fusionrl.base.network_interfaces import LOOPBACK
-from fusionrl.base.open_files import raise_open_files
+from fusionrl.base.process import raise_open_files
+from fusionrl.base.sockets import LOOPBACK
 from fusionrl.config.config import Config
 from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_options
 from fusionrl.engines.router import Router

@@ -9,8 +9,8 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from fusionrl.base.environment import MKL_MODE
-from fusionrl.base.network_interfaces import LOOPBACK, collective_interfaces
-from fusionrl.base.open_files import raise_open_files
+from fusionrl.base.process import raise_open_files
+from fusionrl.base.sockets import LOOPBACK, collective_interfaces
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor

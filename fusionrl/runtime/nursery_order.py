@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.base.nursery import Branch, Order
+from fusionrl.base.sockets import LOOPBACK
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.run_parts import uses_engines, uses_trainers

@@ -18,8 +18,8 @@ from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fusionrl.base.network_interfaces import LOOPBACK
 from fusionrl.base.pending_calls import waiting
+from fusionrl.base.sockets import LOOPBACK
 from fusionrl.plan.visible_devices import VARIABLE, Gpu, countable, locate
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
 from fusionrl.runtime.ray_processes import only_what_is_used

@@ -6,7 +6,7 @@
 import json
 from pathlib import Path
 
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import has_own_source
 from fusionrl.data.sample_json import SourceState

@@ -85,7 +85,7 @@ class _TrainerProcess(ActorProcess, Profiled, ModelRank):
 
     def node_address(self) -> tuple[str, int]:
         """Rendezvous of the ranks, asked of rank 0: this node's address, and the port of a store made here."""
-        from fusionrl.base.torch_stores import create_group_store
+        from fusionrl.base.group_stores import create_group_store
 
         self._store = create_group_store(self.host, 60.0 * self.config.cluster.distributed_timeout_minutes)
         return self.host, self._store.port

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl.base.signal_names import signal_name
+from fusionrl.base.process import signal_name
 from fusionrl.sandbox.limits import Limits, MemoryCgroup, SandboxError, SandboxResult, writable_parent
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fusionrl.base.file_hashes import check_facts, facts_of
+from fusionrl.base.files import check_facts, facts_of
 from fusionrl.models import convert
 from fusionrl.models.adapted import Adapted, adapted_difference, saved_in
 from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules

@@ -30,9 +30,9 @@ import torch
 
 from fusionrl.base import cpu_wing
 from fusionrl.base.environment import child_environment
-from fusionrl.base.file_hashes import Facts, Written, facts_of
-from fusionrl.base.pipe_messages import frame, receive
-from fusionrl.base.stack_signal import answer_with_stacks
+from fusionrl.base.files import Facts, Written, facts_of
+from fusionrl.base.process import answer_with_stacks
+from fusionrl.base.sockets import frame, receive
 from fusionrl.trainer.process_groups import gathered
 
 if TYPE_CHECKING:

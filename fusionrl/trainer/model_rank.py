@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.base.imports import without_collections
-from fusionrl.base.malloc import give_freed_back, keep_freed
+from fusionrl.base.process import give_freed_back, keep_freed
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import register_hooks

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from fusionrl.base.malloc import give_freed_back
+from fusionrl.base.process import give_freed_back
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.pinned_memory import PinnedMemory
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fusionrl.base import cpu_wing
+from fusionrl.base.group_stores import join_group_store
 from fusionrl.base.imports import without_collections
-from fusionrl.base.torch_stores import join_group_store
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, megatron_versions
 

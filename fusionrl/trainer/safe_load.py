@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fusionrl.base.file_hashes import plain_name
+from fusionrl.base.files import plain_name
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fusionrl.base.group_rendezvous import MIXED_GROUP, PUSH_GROUP, attend, call_off, connecting, meet
-from fusionrl.base.torch_stores import create_group_store
+from fusionrl.base.group_stores import MIXED_GROUP, PUSH_GROUP, attend, call_off, connecting, create_group_store, meet
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.remote_calls import Reference, future_of, wait_all
 
@@ -167,8 +166,8 @@ def init_external_group(
     group's name as a prefix before its keys, and makes a group from it with torch's constructor. torch has no public
     call for a second, independent group, so both sides use the constructor behind `init_process_group`.
 
-    `store` is the one that `fusionrl.base.torch_stores.create_group_store` made on rank 0. `timeout_s` bounds the
-    meeting, which may be called off (`fusionrl.base.group_rendezvous`), and every later collective.
+    `store` is the one that `fusionrl.base.group_stores.create_group_store` made on rank 0. `timeout_s` bounds the
+    meeting, which may be called off (`fusionrl.base.group_stores`), and every later collective.
     """
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)

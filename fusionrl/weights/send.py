@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionrl.base.torch_stores import create_group_store, join_group_store
+from fusionrl.base.group_stores import create_group_store, join_group_store
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import SharedBuffer, by_value, map_segment
 from fusionrl.models.fp8 import quantized

@@ -15,10 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fusionrl.base import group_rendezvous
+from fusionrl.base import group_stores
 from fusionrl.base.environment import FOLDER_VARIABLE
-from fusionrl.base.group_rendezvous import MIXED_GROUP, PUSH_GROUP, CalledOff, attend, call_off, connecting, meet
-from fusionrl.base.torch_stores import create_group_store, join_group_store
+from fusionrl.base.group_stores import (
+    MIXED_GROUP,
+    PUSH_GROUP,
+    CalledOff,
+    attend,
+    call_off,
+    connecting,
+    create_group_store,
+    join_group_store,
+    meet,
+)
 from fusionrl.engines import rendezvous
 
 HOST, LONG_S = "127.0.0.1", 1800.0
@@ -108,7 +117,7 @@ def test_a_group_is_called_off_while_it_waits_in_gloo(kind: str, store: dist.Sto
         for one in waiting:
             with pytest.raises(RuntimeError, match="engine 5 is dead"):
                 one.result(10)
-    assert not group_rendezvous._kept
+    assert not group_stores._kept
 
 
 def test_rank_0s_limit_holds_in_gloo_too(store: dist.Store) -> None:
@@ -148,7 +157,7 @@ def test_a_guest_that_knows_only_torch_joins_and_gets_every_byte(tcp_store: Any)
         attend(store, 1)
         meet(store, 0, 2, 60.0)
         group = made_group(store, name, 0, 2)
-        assert list(group_rendezvous._kept) == [name]
+        assert list(group_stores._kept) == [name]
         dist.broadcast(torch.arange(4.0), src=0, group=group)
         assert guest.wait(60) == 0
         dist.destroy_process_group(group)
@@ -164,7 +173,7 @@ def test_nccl_is_connected_at_once(backend: str, is_connected: bool, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     made = SimpleNamespace(name=lambda: backend, eager_connect_single_device=found.append)
-    group_rendezvous.connect(SimpleNamespace(_get_backend=lambda device: made))  # type: ignore[arg-type]
+    group_stores.connect(SimpleNamespace(_get_backend=lambda device: made))  # type: ignore[arg-type]
     assert found == ([torch.device("cuda", 3)] if is_connected else [])
 
 
@@ -174,7 +183,7 @@ def test_sglang_makes_its_groups_by_the_same_rule(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(handlers, "tcp", handlers["tcp"])
     monkeypatch.setattr(c10d, "_new_process_group_helper", c10d._new_process_group_helper)
     connected: list[str] = []
-    monkeypatch.setattr(group_rendezvous, "connect", lambda group: connected.append(group.group_name))
+    monkeypatch.setattr(group_stores, "connect", lambda group: connected.append(group.group_name))
     rendezvous.install()
     once = c10d._new_process_group_helper
     rendezvous.install()

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from fusionrl.base import lazy_modules
-from fusionrl.base.lazy_modules import imported_later, when_imported
+from fusionrl.base import imports
+from fusionrl.base.imports import imported_later, when_imported
 
 REAL = """
 TEXT = "a text"
@@ -40,7 +40,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "user.py").write_text(USER)
     (folder / "greedy.py").write_text("from later_package.real import TEXT, refuse\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(lazy_modules, "_stand_ins", {})
+    monkeypatch.setattr(imports, "_stand_ins", {})
     finders = list(sys.meta_path)
     yield folder
     sys.meta_path[:] = finders

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusionrl.base import malloc
+from fusionrl.base import process
 from tests.own_process import run_code
 
 PROGRAM = """
 import ctypes, mmap, sys
-from fusionrl.base.malloc import give_freed_back, keep_freed
+from fusionrl.base.process import give_freed_back, keep_freed
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE
@@ -45,16 +45,16 @@ def test_an_older_glibc_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch) -> No
 
     def set_option(name: int, value: int) -> int:
         asked.append((name, value))
-        return int(name != malloc._MMAP_THRESHOLD or value <= limit)
+        return int(name != process._MMAP_THRESHOLD or value <= limit)
 
-    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=set_option))
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=set_option))
     limit = 32 * 2**20
-    malloc.keep_freed(2**30)
+    process.keep_freed(2**30)
     assert asked == [(-3, 2**30), (-3, limit), (-1, 2**31 - 1)]
     asked.clear()
     limit = 0
-    malloc.keep_freed(2**30)
+    process.keep_freed(2**30)
     assert asked == [(-3, 2**30), (-3, 32 * 2**20)]
-    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace())  # no glibc
-    malloc.keep_freed(1)
-    malloc.give_freed_back()
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: SimpleNamespace())  # no glibc
+    process.keep_freed(1)
+    process.give_freed_back()

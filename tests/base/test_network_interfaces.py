@@ -6,7 +6,7 @@ import socket
 import psutil
 import pytest
 
-from fusionrl.base.network_interfaces import GLOO, NCCL, collective_interfaces, interface_of
+from fusionrl.base.sockets import GLOO, NCCL, collective_interfaces, interface_of
 from fusionrl.runtime import actor_process
 from fusionrl.runtime.actor_process import ProcessSettings
 

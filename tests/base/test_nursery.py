@@ -16,7 +16,7 @@ import pytest
 
 from fusionrl.base.nursery import Branch, Order, Request
 from fusionrl.base.nursery_client import LENGTH, PID_FILE, _connect, ask
-from fusionrl.base.process_title import ROOM
+from fusionrl.base.process import ROOM
 from tests.own_process import lives, wait_until
 
 KEY = "k" * 64
@@ -24,7 +24,7 @@ KEY = "k" * 64
 MODULE = """
 import json, os, random, signal, sys, tempfile
 import numpy
-from fusionrl.base.process_title import replace_title, set_title
+from fusionrl.base.process import replace_title, set_title
 
 IMPORTED_BY = os.getpid()
 TEMPORARY = tempfile.gettempdir()

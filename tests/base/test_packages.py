@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base.packages import SETS, install_hint
+from fusionrl.base.wording import SETS, install_hint
 
 ROOT = Path(__file__).parents[2]
 # They look at the environment as it is, perhaps one that setup-env.sh did not make.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.base.scan_cache import Structure, _distributions, _Scan
+from fusionrl.base.imports import Structure, _distributions, _Scan
 from tests.own_process import run_code
 
 # How many files of models an import opens; the structures of both kinds of answer are the same.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base.spelling import closest, hint, nearest
+from fusionrl.base.wording import closest, hint, nearest
 from fusionrl.data.rows import read_rows
 from fusionrl.models.shape import read_model_shape
 

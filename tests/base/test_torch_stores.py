@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base import torch_stores
-from fusionrl.base.torch_stores import FOLDER_VARIABLE, PEERS_VARIABLE, create_group_store, join_group_store
+from fusionrl.base import group_stores
+from fusionrl.base.group_stores import FOLDER_VARIABLE, PEERS_VARIABLE, create_group_store, join_group_store
 from fusionrl.engines.process import PortReservation
 from tests.e2e.strangers import listeners
 
@@ -36,8 +36,8 @@ def test_ranks_over_nodes_meet_at_a_reserved_port_that_strangers_do_not_reach(mo
     """The engine's server has reserved the port before the ranks start, and lets go of it when they have met."""
     monkeypatch.setenv(PEERS_VARIABLE, "127.0.0.7")
     with PortReservation("127.0.0.1") as reserved:
-        master = torch_stores.engine_store("127.0.0.1", reserved.port, 30.0, is_master=True)
-        torch_stores.engine_store("127.0.0.1", reserved.port, 30.0, is_master=False).set("key", "value")
+        master = group_stores.engine_store("127.0.0.1", reserved.port, 30.0, is_master=True)
+        group_stores.engine_store("127.0.0.1", reserved.port, 30.0, is_master=False).set("key", "value")
         assert master.get("key") == b"value"
         assert _connects(reserved.port, "127.0.0.7") and not _connects(reserved.port, "127.0.0.8")
         (found,) = [one for one in listeners({os.getpid()}) if one.port == reserved.port]

@@ -18,8 +18,7 @@ import pytest
 
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
-from fusionrl.base.process_title import ROOM
-from fusionrl.base.signal_names import signal_name
+from fusionrl.base.process import ROOM, signal_name
 from fusionrl.engines.forked_server import MODULE, SOCKET, ForkedMinder, fork_server
 from fusionrl.engines.process import ChildExited, ChildProcess, PortReservation, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_environment

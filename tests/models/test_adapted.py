@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fusionrl.base.file_hashes import sampled_hash
+from fusionrl.base.files import sampled_hash
 from fusionrl.models.adapted import Adapted, adapted_difference, base_identity, saved_in
 from fusionrl.models.adapters import AdapterSpec
 from tests.models.test_families import shape_of

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base import stack_signal
-from fusionrl.base.stack_signal import answers_with_stacks, ask_for_stacks
+from fusionrl.base import process
+from fusionrl.base.process import answers_with_stacks, ask_for_stacks
 from fusionrl.observe.stalls.processes import ProcessState, look
 from tests.own_process import wait_until
 
-ANSWERING = "from fusionrl.base.stack_signal import answer_with_stacks; answer_with_stacks()\n"
+ANSWERING = "from fusionrl.base.process import answer_with_stacks; answer_with_stacks()\n"
 BLOCKED = """
 import ctypes
 def blocked():
@@ -97,13 +97,13 @@ def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tm
 
 def test_a_child_that_may_run_another_program_is_not_asked(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then it has its parent's handler; the signal would end the program, as the `lscpu` of a starting engine."""
-    monkeypatch.setattr(stack_signal, "_YOUNG_S", 600.0)
+    monkeypatch.setattr(process, "_YOUNG_S", 600.0)
     parent = start("engine-0", FORKING)
     (child,) = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
     try:
         assert answers_with_stacks(child) and not ask_for_stacks(child) and not ask_for_stacks(child, is_forced=True)
         assert ask_for_stacks(parent)
-        monkeypatch.setattr(stack_signal, "_YOUNG_S", 0.0)
+        monkeypatch.setattr(process, "_YOUNG_S", 0.0)
         assert ask_for_stacks(child) and os.kill(child, 0) is None, "a fork that has stayed answers, and lives"
     finally:
         os.kill(child, signal.SIGKILL)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 from fusionrl.algorithms.estimators import Role
-from fusionrl.base.torch_stores import create_group_store
+from fusionrl.base.group_stores import create_group_store
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.layout import TrainerLayout

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from fusionrl.base.file_hashes import facts_of
+from fusionrl.base.files import facts_of
 from fusionrl.buffer.data_source import PromptSource, RolloutDataSourceWithBuffer
 from fusionrl.config.config import Config
 from fusionrl.plan.layout import TrainerLayout

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fusionrl.base.torch_stores import create_group_store
+from fusionrl.base.group_stores import create_group_store
 from fusionrl.models import families
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout

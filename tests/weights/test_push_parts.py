@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fusionrl.base.group_rendezvous import CalledOff, meet
-from fusionrl.base.torch_stores import create_group_store, join_group_store
+from fusionrl.base.group_stores import CalledOff, create_group_store, join_group_store, meet
 from fusionrl.models.rules import Rule
 from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionrl.base.torch_stores import create_group_store
+from fusionrl.base.group_stores import create_group_store
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import take

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from fusionrl.base.torch_stores import create_group_store
+from fusionrl.base.group_stores import create_group_store
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.models.families import hf_shapes

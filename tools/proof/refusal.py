@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusionrl.base.torch_stores import join_group_store
+from fusionrl.base.group_stores import join_group_store
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.broadcast import Broadcast, init_external_group
 from fusionrl.weights.remote_calls import stamp_of

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl.base.log_suppression import quiet
+from fusionrl.base.imports import quiet
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
 from fusionrl.checks.doctor.machine import (

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from fusionrl.base.environment import hide_passwords
 from fusionrl.base.memory_groups import kernel_number, limited_groups
-from fusionrl.base.network_interfaces import GLOO, NCCL
-from fusionrl.base.open_files import most_open_files
+from fusionrl.base.process import most_open_files
+from fusionrl.base.sockets import GLOO, NCCL
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.checks.outputs import disk_report
 from fusionrl.observe.hardware import Device, Nvml, ask

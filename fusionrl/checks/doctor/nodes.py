@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.base.environment import child_environment
-from fusionrl.base.network_interfaces import collective_interfaces
+from fusionrl.base.sockets import collective_interfaces
 from fusionrl.base.wording import counted
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.checks.doctor.machine import (
@@ -41,7 +41,7 @@ from fusionrl.plan.plan import Plan
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from fusionrl.base.torch_stores import FileStore
+    from fusionrl.base.group_stores import FileStore
 
 _CONNECT_S = 3.0
 _GROUP_S = 30.0
@@ -124,7 +124,7 @@ class NodeDoctor:
 
     def open_store(self, address: str, peers: Sequence[str]) -> int:
         """Open the store in which the nodes meet for an all-reduce, for these addresses alone; return its port."""
-        from fusionrl.base.torch_stores import create_group_store
+        from fusionrl.base.group_stores import create_group_store
 
         self._store = create_group_store(address, _GROUP_S, guests=peers)
         return self._store.port
@@ -137,7 +137,7 @@ class NodeDoctor:
         import torch
         import torch.distributed as dist
 
-        from fusionrl.base.torch_stores import join_group_store
+        from fusionrl.base.group_stores import join_group_store
 
         os.environ.update(collective_interfaces(addresses[rank], os.environ))
         store = self._store if rank == 0 else join_group_store(addresses[0], port, _GROUP_S)

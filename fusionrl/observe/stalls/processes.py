@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from fusionrl.base.stack_signal import ask_for_stacks
+from fusionrl.base.process import ask_for_stacks
 
 _HEAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
@@ -97,7 +97,7 @@ def read_stacks(text: str) -> list[Thread]:
             threads.append([])
         elif threads and (match := _FRAME.match(line)):
             threads[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
-    answering = "base/stack_signal.py"
+    answering = "base/process.py"
     return [Thread(tuple(frames)) for frames in threads if answering not in (_file_of_package(f.file) for f in frames)]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusionrl.base.packages import install_hint
+from fusionrl.base.wording import install_hint
 from fusionrl.observe.local_server import Answer, make_server
 from fusionrl.observe.metrics import Line
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fusionrl.base.markdown_tables import codes
+from fusionrl.base.wording import codes
 from fusionrl.compat.slime.flags.table import names_in, rows_of
 from fusionrl.compat.slime.flags.translate import flag_groups, name_of
 

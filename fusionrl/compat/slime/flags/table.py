@@ -15,7 +15,7 @@ import enum
 from pathlib import Path
 from typing import NamedTuple
 
-from fusionrl.base.markdown_tables import codes, table_rows
+from fusionrl.base.wording import codes, table_rows
 from fusionrl.config.aliases import cure_for
 from fusionrl.config.hooks import flag_of
 

@@ -11,7 +11,7 @@ Behind it stands how they differ; without a place, why they are absent, and what
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionrl.base.markdown_tables import codes, table_rows
+from fusionrl.base.wording import codes, table_rows
 
 
 @dataclass(frozen=True)
