@@ -83,7 +83,7 @@ def make_fp8(
     """
     from safetensors.torch import load_file, save_file
 
-    from fusionrl.models.fp8 import SCALE, dequantize, quantize
+    from fusionrl.models.convert import SCALE, dequantize, quantize
 
     shutil.copytree(model, path)
     stored = load_file(Path(path) / "model.safetensors")

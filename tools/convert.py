@@ -74,7 +74,8 @@ def to_hf(hf_checkpoint: str, megatron_checkpoint: str, out: Path, precision: st
         ValueError: a folder or a flag that does not fit.
     """
     with _model(hf_checkpoint, megatron_checkpoint, precision) as (trainer, modules, transformer):
-        from fusionrl.models.hf_io import iter_hf_tensors, save_hf
+        from fusionrl.models.hf_io import iter_hf_tensors
+        from fusionrl.models.hf_save import save_hf
 
         tensors = iter_hf_tensors(modules, transformer, trainer.shape)
         save_hf(out, hf_checkpoint, tensors, write=True, kept=families.kept(trainer.shape))

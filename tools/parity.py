@@ -26,8 +26,8 @@ import numpy as np
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.models.adapters import PEFT_PREFIX, AdapterSpec, adapter_rules
 from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.models.trainable import PEFT_PREFIX, AdapterSpec, adapter_rules
 from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout
 from tests.tiny_vision import make_tiny_vlm

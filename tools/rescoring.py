@@ -120,7 +120,7 @@ def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -
     Of adapters: the weights with them added.
     """
     from fusionrl.cli import export
-    from fusionrl.models.adapted import saved_in
+    from fusionrl.models.trainable import saved_in
     from tools.convert import to_hf
 
     models = {0: model}

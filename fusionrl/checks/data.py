@@ -41,7 +41,7 @@ from fusionrl.data.rows import Row, parse_set, parse_sets, read_rows, scan_rows
 from fusionrl.data.sample import response_mask
 from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample, with_images
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from fusionrl.models.scorers import has_chat_template
+from fusionrl.models.engine_config import has_chat_template
 from fusionrl.rewards.labels import LabelCheck
 
 if TYPE_CHECKING:

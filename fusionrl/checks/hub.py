@@ -20,7 +20,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of
 from fusionrl.data.rows import SUFFIXES, choose_split, find_splits
-from fusionrl.models.weight_files import check_weight_files
+from fusionrl.models.hf_folder import check_weight_files
 
 # Flags that name a Hugging Face folder.
 CHECKPOINTS = ("hf_checkpoint", "ref_load", "rm_model", "opd_teacher_load", "critic_load", "prm_load")

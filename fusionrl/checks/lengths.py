@@ -32,7 +32,7 @@ from fusionrl.data.prompts import PromptColumns, metadata_and_tools
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
 from fusionrl.data.rows import Row
 from fusionrl.data.supervised import TOKENS, SupervisedSamples, holds_tokens
-from fusionrl.models.scorers import read_scorer, same_tokens
+from fusionrl.models.engine_config import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import sequence_multiple
 

@@ -22,11 +22,10 @@ from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.engines.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
 from fusionrl.models.families import get_family, kept
-from fusionrl.models.quantization import BlockFp8, read_quantization
+from fusionrl.models.hf_folder import INDEX, SINGLE, check_weight_files, is_megatron_folder, weights_folder
+from fusionrl.models.quantization import BlockFp8, read_quantization, shape_errors
 from fusionrl.models.rules import MTP
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.models.weight_files import INDEX, SINGLE, check_weight_files, is_megatron_folder, weights_folder
-from fusionrl.models.weight_shapes import shape_errors
 from fusionrl.plan.critic import auxiliary_role
 from fusionrl.plan.engine_places import check_engine_size
 from fusionrl.plan.trainer_plan import TrainerPlan

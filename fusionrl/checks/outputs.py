@@ -11,7 +11,7 @@ from fusionrl.base.wording import existing_parent, install_hint, names_in, neare
 from fusionrl.config.config import Config
 from fusionrl.config.profile import ProfileOrder
 from fusionrl.config.run_parts import changes_weights, saves, uses_engines, uses_trainers
-from fusionrl.models.adapters import num_adapter_parameters
+from fusionrl.models.trainable import num_adapter_parameters
 from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file
 from fusionrl.plan.adapters import adapter_folders, adapters_of
 from fusionrl.plan.devices import GIB

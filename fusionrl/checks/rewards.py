@@ -11,9 +11,9 @@ from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import readable_sets, sees_images
 from fusionrl.config.run_parts import estimator_of, has_own_rollout, has_own_source
-from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
+from fusionrl.models.engine_config import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
+from fusionrl.models.hf_folder import check_weight_files, is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
 from fusionrl.rewards.ifbench import LIBRARY, MISSING
 from fusionrl.rewards.labels import BUDGET_S, LabelCheck
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES, asks_model, gives_dict, parse_rm_type, runs_programs

@@ -4,9 +4,9 @@ from fusionrl.algorithms.estimators import names_where, readers_of
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import changes_weights, estimator_of, has_own_rollout, needs_reference, uses_engines
-from fusionrl.models.adapters import ALL_LINEAR, has_stacks
-from fusionrl.models.peft_config import read_peft
+from fusionrl.models.peft import read_peft
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import ALL_LINEAR, has_stacks
 from fusionrl.plan.adapters import adapter_folders, adapters_of
 from fusionrl.plan.critic import auxiliary_role
 

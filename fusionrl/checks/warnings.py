@@ -24,7 +24,7 @@ from fusionrl.config.slime_flags import slime_notes
 from fusionrl.config.switches import spell
 from fusionrl.data.rows import read_rows
 from fusionrl.data.tokenizer_files import read_tokenizer_files
-from fusionrl.models.scorers import has_chat_template
+from fusionrl.models.engine_config import has_chat_template
 from fusionrl.plan.open_files import open_file_warnings
 from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.plan import Plan

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from fusionrl.base import cpu_wing
 from fusionrl.base.imports import quiet
 from fusionrl.cli.exit_codes import refuse
-from fusionrl.models.adapted import base_identity, saved_in
-from fusionrl.models.adapters import AdapterSpec, peft_sizes
 from fusionrl.models.families import kept
-from fusionrl.models.peft_config import CONFIG, read_peft
+from fusionrl.models.hf_folder import is_megatron_folder
+from fusionrl.models.peft import CONFIG, read_peft
 from fusionrl.models.shape import ModelShape, read_json_object, read_model_shape
-from fusionrl.models.weight_files import is_megatron_folder
+from fusionrl.models.trainable import AdapterSpec, base_identity, peft_sizes, saved_in
 from fusionrl.observe.run_dir import holds_run
 from fusionrl.runtime.checkpoints import Checkpoints
 
@@ -46,8 +45,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _export(source: Path, out: Path, merges: bool, name: str | None, base: str | None) -> None:
-    from fusionrl.models.hf_io import HFReader, save_hf
-    from fusionrl.models.peft_folder import write_peft
+    from fusionrl.models.hf_io import HFReader
+    from fusionrl.models.hf_save import save_hf, write_peft
     from fusionrl.weights.adapters import merged_tensors
 
     is_peft = (source / CONFIG).is_file()
@@ -64,7 +63,7 @@ def _export(source: Path, out: Path, merges: bool, name: str | None, base: str |
 
 def _of_peft(folder: Path, base: str | None) -> tuple[str, ModelShape, AdapterSpec, "ReadTensor"]:
     """Return the base's folder, its shape, the adapter's spec, and what reads its tensors."""
-    from fusionrl.models.peft_folder import PeftReader
+    from fusionrl.models.hf_io import PeftReader
 
     if base is None:
         base = read_json_object(folder / CONFIG, f"{folder}: {CONFIG}").get("base_model_name_or_path")

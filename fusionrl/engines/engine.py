@@ -23,9 +23,8 @@ from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
 from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
-from fusionrl.models.engine_config import text_view
-from fusionrl.models.scorers import read_scorer
-from fusionrl.models.weight_files import stored_tensors
+from fusionrl.models.engine_config import read_scorer, text_view
+from fusionrl.models.hf_folder import stored_tensors
 from fusionrl.observe.spans import phase
 
 if TYPE_CHECKING:

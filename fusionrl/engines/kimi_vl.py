@@ -40,7 +40,7 @@ def _add_to_table(module: ModuleType) -> None:
 def _mend(module: ModuleType) -> None:
     """Give the projector its GELU; let a push have the trainers' names, and end what was kept of earlier weights."""
     from fusionrl.models.families import PUBLISHED
-    from fusionrl.models.published import whole_name
+    from fusionrl.models.hf_folder import whole_name
 
     vars(module)["QuickGELU"] = module.GELUActivation
     kind, form = module.KimiVLForConditionalGeneration, PUBLISHED[_MODEL_TYPE].published

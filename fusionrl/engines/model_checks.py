@@ -79,7 +79,7 @@ def _watch_dummy(loader: ModuleType) -> None:
 
 def _of_text_model(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     """The weights under the text model's names, where files may have those of a multimodal model around it."""
-    from fusionrl.models.published import form_of, text_name
+    from fusionrl.models.hf_folder import form_of, text_name
     from fusionrl.models.vision import NAMES
 
     form = form_of({"model_type": getattr(getattr(model, "config", None), "model_type", "")})

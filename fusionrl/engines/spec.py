@@ -16,9 +16,8 @@ from fusionrl.base.sockets import collective_interfaces
 from fusionrl.engines.image_settings import ImageSettings
 from fusionrl.engines.launch_server import ADAPTERS_VARIABLE, DEVICE_VARIABLE
 from fusionrl.engines.rendezvous import NODES_VARIABLE
-from fusionrl.models.engine_config import engine_fields
-from fusionrl.models.published import text_config
-from fusionrl.models.scorers import read_scorer
+from fusionrl.models.engine_config import engine_fields, read_scorer
+from fusionrl.models.hf_folder import text_config
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 

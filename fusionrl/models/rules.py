@@ -223,7 +223,7 @@ class MtpNames:
 
 @dataclass(frozen=True)
 class Published:
-    """The form of the folders of a multimodal model that has a family as its text part (`models/published.py`).
+    """The form of the folders of a multimodal model that has a family as its text part (`models/hf_folder.py`).
 
     model_type    of its config.json, whose `text_config` is the family's
     others        pattern of names in its files that do not belong to the text model

@@ -11,11 +11,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 from fusionrl.base.wording import hint
 from fusionrl.models import families
+from fusionrl.models.hf_folder import text_config, vision_of
 from fusionrl.models.kinds import Attention, Dense, Experts, Full, Kind, Latent, Mlp
-from fusionrl.models.published import text_config, vision_of
+from fusionrl.models.kinds.attention import check_yarn, is_yarn
 from fusionrl.models.rules import HfConfig
 from fusionrl.models.vision import VisionShape, restored
-from fusionrl.models.yarn import check_yarn, is_yarn
 
 
 def _of_its_class(value: object) -> object:

@@ -21,7 +21,7 @@ Grid: TypeAlias = tuple[int, int, int]
 
 
 NAMES = "visual."
-"""Prefix of a tower's tensors, whatever files have (`models/published.py`)."""
+"""Prefix of a tower's tensors, whatever files have (`models/hf_folder.py`)."""
 
 
 class VisionShape(BaseModel):

@@ -8,10 +8,9 @@ from typing import Literal
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.run_parts import uses_engines, uses_trainers
-from fusionrl.models.adapted import Adapted, base_identity
-from fusionrl.models.adapters import AdapterSpec, checked_spec, sample_rules
 from fusionrl.models.families import get_family
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import Adapted, AdapterSpec, base_identity, checked_spec, sample_rules
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.pipeline_knobs import keeps_groups_in_flight
 

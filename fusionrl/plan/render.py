@@ -9,8 +9,8 @@ from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
 from fusionrl.config.run_parts import changes_weights
-from fusionrl.models.adapters import num_adapter_parameters
 from fusionrl.models.families import model_rules
+from fusionrl.models.trainable import num_adapter_parameters
 from fusionrl.plan.adapters import adapter_folders, adapter_push, adapters_of, target_modules
 from fusionrl.plan.balance import ImageCost, SequenceCost
 from fusionrl.plan.defaults import WIDTHS

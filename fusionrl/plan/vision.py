@@ -8,8 +8,8 @@ from functools import lru_cache
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import changes_weights
 from fusionrl.models.families import model_rules
-from fusionrl.models.freezing import frozen_tensors
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import frozen_tensors
 from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.balance import ImageCost
 from fusionrl.plan.critic import auxiliary_role

@@ -16,7 +16,7 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answer_checks import AnswerError, score
 from fusionrl.engines.http import auth_headers
 from fusionrl.engines.post_request import post
-from fusionrl.models.scorers import read_scorer, same_tokens
+from fusionrl.models.engine_config import read_scorer, same_tokens
 from fusionrl.rewards.reward_call import LostReward
 
 MAX_IN_FLIGHT = 64  # requests at each engine: enough to fill its batches, few enough to be answered in time

@@ -7,10 +7,10 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.hf_io import local_adapters, split_group
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import AdapterSpec
 
 
 def sharded_adapters(

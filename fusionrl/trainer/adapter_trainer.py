@@ -31,7 +31,7 @@ class AdapterTrainer(TrainerBase):
         assert self.role is None, "critics have no adapters"
         if not has_several_adapters(self.config):
             return facts
-        from fusionrl.models.peft_folder import load_peft
+        from fusionrl.models.hf_io import load_peft
         from fusionrl.trainer.adapter_states import AdapterStates, Progress
 
         folders, spec = adapter_folders(self.config), self.adapter_spec

@@ -33,11 +33,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.base.files import check_facts, facts_of
 from fusionrl.models import convert
-from fusionrl.models.adapted import Adapted, adapted_difference, saved_in
-from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
+from fusionrl.models.hf_folder import TRACKER, weights_folder
 from fusionrl.models.hf_io import gather_params, local_adapters
 from fusionrl.models.shape import ModelShape, shape_difference
-from fusionrl.models.weight_files import TRACKER, weights_folder
+from fusionrl.models.trainable import ADAPTER, Adapted, AdapterSpec, adapted_difference, adapter_rules, saved_in
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import megatron_versions
 from fusionrl.trainer.adapter_checkpoint import sharded_adapters

@@ -34,8 +34,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 
 from fusionrl.models.kinds import Delta, Full, Grouped, Kind, Latent, Window
+from fusionrl.models.kinds.attention import Yarn, is_yarn
 from fusionrl.models.shape import ModelShape
-from fusionrl.models.yarn import Yarn, is_yarn
 from fusionrl.trainer import megatron_versions
 from fusionrl.trainer.gated_delta import GatedDelta, GatedSelfAttention
 from fusionrl.trainer.local_attention import PackedLayout, SDPACoreAttention

@@ -28,11 +28,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from fusionrl.models import convert
-from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
-from fusionrl.models.hf_io import fill_adapters, local_tensors
-from fusionrl.models.peft_folder import load_peft
+from fusionrl.models.hf_io import fill_adapters, load_peft, local_tensors
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import ADAPTER, AdapterSpec, adapter_rules
 
 
 class Matrices(torch.nn.Module):

@@ -15,9 +15,9 @@ from fusionrl.base.process import give_freed_back, keep_freed
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import register_hooks
-from fusionrl.models.adapters import AdapterSpec
+from fusionrl.models.hf_folder import is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.models.weight_files import is_megatron_folder
+from fusionrl.models.trainable import AdapterSpec
 from fusionrl.observe.spans import phase, span
 from fusionrl.plan.adapters import adapted_of, adapters_of, only_folder
 from fusionrl.plan.trainer_plan import TrainerPlan
@@ -324,8 +324,8 @@ class ModelRank:
         import torch.distributed as dist
 
         from fusionrl.models import families
-        from fusionrl.models.hf_io import iter_hf_tensors, save_hf
-        from fusionrl.models.peft_folder import write_peft
+        from fusionrl.models.hf_io import iter_hf_tensors
+        from fusionrl.models.hf_save import save_hf, write_peft
 
         self.reload()
         source, spec = self.config.model.hf_checkpoint, self.adapter_spec

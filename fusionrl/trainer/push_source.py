@@ -18,8 +18,8 @@ from fusionrl.trainer.adapter_trainer import AdapterTrainer
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from fusionrl.models.adapters import AdapterSpec
     from fusionrl.models.shape import ModelShape
+    from fusionrl.models.trainable import AdapterSpec
     from fusionrl.weights.disk import DiskWriter
     from fusionrl.weights.gather import Exporter
     from fusionrl.weights.remote_calls import MergeLosses, MergeSums, SendReport, WriteReport
@@ -91,7 +91,7 @@ class PushSource(AdapterTrainer):
 
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """Return the checksums that each rank of an engine of `tp_size` should have; collective over the trainers."""
-        from fusionrl.models.fp8 import held
+        from fusionrl.models.convert import held
         from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
         from fusionrl.weights.remote_calls import MergeSums
 
@@ -143,8 +143,7 @@ class PushSource(AdapterTrainer):
         import torch.distributed as dist
 
         from fusionrl.engines.engine import node_id
-        from fusionrl.models.adapters import targeted_names
-        from fusionrl.models.freezing import frozen_names
+        from fusionrl.models.trainable import frozen_names, targeted_names
         from fusionrl.weights.send import WeightSender
 
         frozen = frozen_names(self.shape, self.frozen)
@@ -170,7 +169,7 @@ class PushSource(AdapterTrainer):
             return self._disk
         import torch.distributed as dist
 
-        from fusionrl.models.hf_io import as_stored, published_reader
+        from fusionrl.models.hf_save import as_stored, published_reader
         from fusionrl.weights.disk import DiskOptions, DiskWriter
 
         weights, world_size = self.config.weights, self.layout.world_size

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from fusionrl.engines.engine import Files
 from fusionrl.models import convert, families
-from fusionrl.models.adapters import ADAPTER, AdapterSpec, peft_module, peft_sizes, targeted_names
 from fusionrl.models.families import hf_shapes
-from fusionrl.models.hf_io import HFReader
-from fusionrl.models.peft_config import CONFIG, WEIGHTS, peft_config, read_peft
-from fusionrl.models.peft_folder import PeftReader
+from fusionrl.models.hf_io import HFReader, PeftReader
+from fusionrl.models.peft import CONFIG, WEIGHTS, peft_config, read_peft
 from fusionrl.models.rules import Rule, Sizes
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import ADAPTER, AdapterSpec, peft_module, peft_sizes, targeted_names
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.remote_calls import MergeSums, SendReport, new_send_report, note_sent, wait_all
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from fusionrl.models import families
-from fusionrl.models.published import whole_name
+from fusionrl.models.hf_folder import whole_name
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.vision import NAMES as TOWER
 from fusionrl.models.vision import VisionShape

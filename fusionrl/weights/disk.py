@@ -26,7 +26,8 @@ from torch import Tensor
 
 from fusionrl.engines.delta import Encoding, checksum_of, encode
 from fusionrl.engines.local_copy import MANIFEST, Change, Manifest
-from fusionrl.models.hf_io import INDEX, copy_companions, published_reader, untrained_tensors
+from fusionrl.models.hf_folder import INDEX
+from fusionrl.models.hf_save import copy_companions, published_reader, untrained_tensors
 from fusionrl.weights.gather import buckets, of_all_ranks
 from fusionrl.weights.remote_calls import WriteReport
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.models import convert
-from fusionrl.models.adapters import AdapterSpec
+from fusionrl.models.convert import quantized
 from fusionrl.models.families import Rule, model_rules
-from fusionrl.models.fp8 import quantized
 from fusionrl.models.hf_io import gather_params, iter_hf_tensors, local_adapters, local_tensors, split_size
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import AdapterSpec
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import Bucket, PushPlan, PushTensor, are_together, push_tensors
 from fusionrl.weights.remote_calls import MergeSums

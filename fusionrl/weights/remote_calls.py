@@ -91,7 +91,7 @@ MergeLosses = tuple[float, float]
 
 @dataclass
 class MergeSums:
-    """Sums over the values of merged weights (`merge.py`), on their device: of (what rounding changed)², and of (what
+    """Sums over the values that `adapters.Merger` merges, on their device: of (what rounding changed)², and of (what
     adapters add)²."""
 
     lost: Tensor | float = 0.0

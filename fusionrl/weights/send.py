@@ -25,7 +25,7 @@ from torch import Tensor
 from fusionrl.base.group_stores import create_group_store, join_group_store
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import SharedBuffer, by_value, map_segment
-from fusionrl.models.fp8 import quantized
+from fusionrl.models.convert import quantized
 from fusionrl.observe.spans import note, span
 from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, own_experts, plan_push
 from fusionrl.weights.broadcast import Broadcast, start_thread

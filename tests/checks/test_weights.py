@@ -13,7 +13,7 @@ from fusionrl.checks.model import checked_shape, weight_shape_errors
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.models.families import BUILT_IN
-from fusionrl.models.hf_io import INDEX, SINGLE
+from fusionrl.models.hf_folder import INDEX, SINGLE
 from tests.tiny_model import make_classifier, make_fp8
 from tests.tiny_vision import KINDS, make_tiny_vlm
 
@@ -227,7 +227,7 @@ def test_files_without_an_index(folders: Folders, tmp_path: Path) -> None:
 
 
 def test_a_header_without_sizes_is_damaged(folders: Folders, tmp_path: Path) -> None:
-    from fusionrl.models.weight_files import stored_tensors
+    from fusionrl.models.hf_folder import stored_tensors
 
     folder = shutil.copytree(folders("llama", False), tmp_path / "model")
     rewrite_header(folder, lambda header: {n: entry | {"shape": "2x2"} for n, entry in header.items() if n[0] != "_"})

@@ -14,7 +14,7 @@ import torch
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
 from fusionrl.engines.engine import EngineActor
-from fusionrl.models.scorers import REWARD_MODELS
+from fusionrl.models.engine_config import REWARD_MODELS
 from fusionrl.rewards.dispatch import RewardError, async_rm
 from fusionrl.rollout.teacher import Teacher, score_samples
 from tests.engines.real_engine import KEY, log_probs, real_engine

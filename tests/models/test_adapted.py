@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fusionrl.base.files import sampled_hash
-from fusionrl.models.adapted import Adapted, adapted_difference, base_identity, saved_in
-from fusionrl.models.adapters import AdapterSpec
+from fusionrl.models.trainable import Adapted, AdapterSpec, adapted_difference, base_identity, saved_in
 from tests.models.test_families import shape_of
 
 SHAPE = shape_of("qwen3")

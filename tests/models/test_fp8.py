@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusionrl.config.config import Config
-from fusionrl.models import fp8
-from fusionrl.models.fp8 import dequantize, held, quantize, quantized
+from fusionrl.models import convert as fp8
+from fusionrl.models.convert import dequantize, held, quantize, quantized
 from fusionrl.models.hf_io import HFReader, read_part
 from fusionrl.models.quantization import SCALE, BlockFp8, read_quantization
 from fusionrl.models.shape import read_model_shape

@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fusionrl.models.hf_io import INDEX, HFReader, save_hf
+from fusionrl.models.hf_folder import INDEX
+from fusionrl.models.hf_io import HFReader
+from fusionrl.models.hf_save import save_hf
 
 
 @pytest.fixture

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusionrl.models import families
+from fusionrl.models.convert import dequantize_mxfp4
 from fusionrl.models.engine_config import pushed_arguments
 from fusionrl.models.hf_io import HFReader, read_part
-from fusionrl.models.mxfp4 import dequantize
-from fusionrl.models.quantization import read_described, read_quantization
+from fusionrl.models.quantization import read_described, read_quantization, shape_errors
 from fusionrl.models.shape import read_model_shape
-from fusionrl.models.weight_shapes import shape_errors
 from tests.tiny_model import make_mxfp4
 from tests.trainer import hf_models
 
@@ -34,7 +33,7 @@ def test_every_value_is_that_of_transformers() -> None:
 
     blocks = torch.arange(256, dtype=torch.uint8).repeat(8).view(2, 16, 4, 16)
     scales = torch.tensor([1, 2, 120, 127, 128, 200, 250, 251], dtype=torch.uint8).repeat(16).view(2, 16, 4)
-    values = dequantize(blocks, scales)
+    values = dequantize_mxfp4(blocks, scales)
     want = convert_moe_packed_tensors(blocks, scales)  # of bf16, transposed
     assert values.shape == (2, 16, 128) and torch.equal(values.transpose(1, 2), want.float())
 
@@ -44,7 +43,7 @@ def test_a_rank_reads_the_experts_that_it_has(folder: Path) -> None:
     assert reader.names == families.hf_shapes(shape).keys()
     stored = load_file(folder / "model.safetensors")
     of = "model.layers.1.mlp.experts.gate_up_proj"
-    values = dequantize(stored[f"{of}_blocks"], stored[f"{of}_scales"])[2]  # [2 f, h]
+    values = dequantize_mxfp4(stored[f"{of}_blocks"], stored[f"{of}_scales"])[2]  # [2 f, h]
     rule = families.model_rules(shape)["decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"]
     assert torch.equal(read_part(reader, rule, 0, 1), torch.cat([values[::2], values[1::2]]))
 

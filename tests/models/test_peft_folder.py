@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusionrl.models import convert
-from fusionrl.models.adapters import AdapterSpec, adapter_rules
-from fusionrl.models.hf_io import read_part
-from fusionrl.models.peft_config import CONFIG, WEIGHTS, read_peft
-from fusionrl.models.peft_folder import PeftReader, write_peft
+from fusionrl.models.hf_io import PeftReader, read_part
+from fusionrl.models.hf_save import write_peft
+from fusionrl.models.peft import CONFIG, WEIGHTS, read_peft
 from fusionrl.models.shape import shape_from_hf_config
+from fusionrl.models.trainable import AdapterSpec, adapter_rules
 from tests.models.test_families import shape_of
 from tests.tiny_vision import raw_config
 

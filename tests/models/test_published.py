@@ -17,8 +17,9 @@ from fusionrl.config.config import Config
 from fusionrl.data.tokenizer_files import read_end_tokens
 from fusionrl.models import families
 from fusionrl.models.engine_config import engine_fields, text_view
-from fusionrl.models.hf_io import HFReader, read_part, save_hf
-from fusionrl.models.published import text_config
+from fusionrl.models.hf_folder import text_config
+from fusionrl.models.hf_io import HFReader, read_part
+from fusionrl.models.hf_save import save_hf
 from fusionrl.models.quantization import read_quantization
 from fusionrl.models.shape import read_model_shape, shape_from_hf_config
 from tests.tiny_model import make_fp8

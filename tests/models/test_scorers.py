@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
-from fusionrl.models.scorers import ScorerModel, read_scorer, same_tokens
+from fusionrl.models.engine_config import ScorerModel, read_scorer, same_tokens
 from tests.tiny_model import make_classifier, make_tiny_qwen3
 from tests.trainer import hf_models
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.models.adapters import AdapterSpec, adapter_rules, num_adapter_parameters
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
+from fusionrl.models.trainable import AdapterSpec, adapter_rules, num_adapter_parameters
 from fusionrl.plan.adapters import adapter_push, adapter_slots
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.devices import GIB, Machine

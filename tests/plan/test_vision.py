@@ -13,8 +13,8 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.models.freezing import frozen_names, frozen_tensors
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
+from fusionrl.models.trainable import frozen_names, frozen_tensors
 from fusionrl.models.vision import WindowTower
 from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
 from fusionrl.plan.critic import auxiliary_config

@@ -11,9 +11,8 @@ import pytest
 from fusionrl import cli
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.config.parser import parse_args
-from fusionrl.models.adapted import Adapted, base_identity
-from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.shape import read_model_shape
+from fusionrl.models.trainable import Adapted, AdapterSpec, base_identity
 from fusionrl.observe.run_dir import RunDir
 from fusionrl.runtime.checkpoints import Checkpoints
 from tests.tiny_model import make_tiny_qwen3

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_tensors
 from transformers import AutoModelForCausalLM
 
-from fusionrl.models.peft_config import read_peft
-from fusionrl.models.peft_folder import PeftReader
+from fusionrl.models.hf_io import PeftReader
+from fusionrl.models.peft import read_peft
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.trainer_worker import Failed, Samples, config_of

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fusionrl.models.fp8 import quantized
-from fusionrl.models.mxfp4 import dequantize
+from fusionrl.models.convert import dequantize_mxfp4, quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
@@ -124,7 +123,7 @@ def test_what_is_read_in_mxfp4_is_saved_and_pushed_in_bf16(workers, tmp_path):
     for name, tensor in saved.items():
         assert torch.equal(tensor, sent[name])
         if f"{name}_blocks" in stored:
-            values = dequantize(stored[f"{name}_blocks"], stored[f"{name}_scales"]).transpose(1, 2)
+            values = dequantize_mxfp4(stored[f"{name}_blocks"], stored[f"{name}_scales"]).transpose(1, 2)
             assert tensor.dtype is torch.bfloat16 and torch.equal(tensor.float(), values), name
 
 

@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fusionrl.base import cpu_wing
 from fusionrl.cpu import megatron_patches
+from fusionrl.models.kinds.attention import Yarn
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
-from fusionrl.models.yarn import Yarn
 
 POSITIONS = 128
 CASES: dict[str, dict[str, Any]] = {

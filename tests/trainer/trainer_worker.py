@@ -165,7 +165,7 @@ def gathered(
     import torch
     import torch.distributed as dist
 
-    from fusionrl.models.fp8 import quantized
+    from fusionrl.models.convert import quantized
     from fusionrl.plan.push import plan_push
     from fusionrl.weights.gather import Exporter, convert_in_place, views_of
 
@@ -205,7 +205,8 @@ def merge_drawn(folder: Path, config: Config, out: Path) -> Path:
     """Write the model in `folder` with the adapters of `draw_adapters` added, as `fusionrl export --merge` does."""
     import torch
 
-    from fusionrl.models.hf_io import HFReader, save_hf
+    from fusionrl.models.hf_io import HFReader
+    from fusionrl.models.hf_save import save_hf
     from fusionrl.models.shape import read_model_shape
     from fusionrl.plan.adapters import adapters_of
     from fusionrl.weights.adapters import merged_tensors

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load
 
 from fusionrl.models import hf_io
-from fusionrl.models.adapters import AdapterSpec, adapter_rules
+from fusionrl.models.trainable import AdapterSpec, adapter_rules
 from fusionrl.trainer.push_source import PushSource
 from fusionrl.weights import adapters
 from tests.models.test_families import shape_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusionrl.models import convert, families
-from fusionrl.models.adapters import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
+from fusionrl.models.trainable import ADAPTER, AdapterSpec, adapter_rules
 from fusionrl.weights.adapters import Merger
 from fusionrl.weights.remote_calls import MergeSums, merge_loss
 from tests.trainer import hf_models

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fusionrl.models import convert
+from fusionrl.models.convert import quantized
 from fusionrl.models.families import hf_shapes, model_rules
-from fusionrl.models.fp8 import quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout

@@ -32,8 +32,8 @@ from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import take
 from fusionrl.models import convert
+from fusionrl.models.convert import quantized
 from fusionrl.models.families import Rule, model_rules
-from fusionrl.models.fp8 import quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers

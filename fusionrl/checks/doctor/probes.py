@@ -21,7 +21,7 @@ from fusionrl.data.image_rows import ImageColumn
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import read_end_tokens
-from fusionrl.models.weight_files import stored_tensors
+from fusionrl.models.hf_folder import stored_tensors
 from fusionrl.rewards.dispatch import RewardError, score_group
 from fusionrl.rewards.registry import MODEL, REMOTE, parse_rm_type
 from fusionrl.rewards.settings import RewardSettings

@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fusionrl.models.families import hybrids, llama, mixtures, parts, vision, windows
+from fusionrl.models.families import hybrids, llama, mixtures, parts, vision
 from fusionrl.models.rules import IGNORED, Family, Rule, Sizes, canonical_name
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "Rule", "canonical_name", "get_family", "hf_shapes", "ignored", "kept", "model_rules", "rule_of"]
 
-_FILES = (llama, mixtures, hybrids, windows, vision)
+_FILES = (llama, mixtures, hybrids, vision)
 BUILT_IN = {family.model_type: family for file in _FILES for family in file.FAMILIES}
 PUBLISHED = {family.published.model_type: family for family in BUILT_IN.values() if family.published is not None}
 """`model_type` of a multimodal model → the family of its text part."""

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.kinds import Attention, Mlp, RankSizes
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import AdapterSpec
 from fusionrl.plan.defaults import WIDTHS, Impl
 from fusionrl.plan.layout import TrainerLayout, passed
 from fusionrl.plan.memory.adapters import joined_bytes, low_bytes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fusionrl.models.adapters import ADAPTER, IS_A, AdapterSpec, sample_rules
 from fusionrl.models.families import model_rules
 from fusionrl.models.kinds import Attention, Mlp, RankSizes
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import ADAPTER, IS_A, AdapterSpec, sample_rules
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.states import part_size
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import needs_reference
-from fusionrl.models.adapters import AdapterSpec
 from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import AdapterSpec
 from fusionrl.plan.adapters import adapter_folders, adapter_slots, adapters_of
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.critic import auxiliary_config

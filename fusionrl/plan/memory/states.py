@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from fusionrl.models.adapters import AdapterSpec, sample_rules
 from fusionrl.models.families import model_rules
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import AdapterSpec, sample_rules
 from fusionrl.plan.layout import TrainerLayout, passed
 from fusionrl.plan.push import stage_of_rule
 

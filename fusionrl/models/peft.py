@@ -16,11 +16,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from fusionrl.models import families
-from fusionrl.models.adapted import spec_difference
-from fusionrl.models.adapters import PEFT_PREFIX, AdapterSpec, adapter_rules
-from fusionrl.models.published import text_name, whole_name
+from fusionrl.models.hf_folder import StoredTensor, tensors_of, text_name, whole_name
 from fusionrl.models.shape import ModelShape
-from fusionrl.models.weight_files import StoredTensor, tensors_of
+from fusionrl.models.trainable import PEFT_PREFIX, AdapterSpec, adapter_rules, spec_difference
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLAG = "--lora-adapter-path"

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) as rules: which tensors have them, and the rules of their own tensors. Pure, without torch.
+"""What of a model is trained: low-rank adapters (LoRA) as rules, or all but the tensors frozen by name. Pure.
 
 A Hugging Face weight W [out, in] that has an adapter computes W x + scale · B (A x), with A [rank, in] and
 B [out, rank] (Hu et al. 2021, arXiv:2106.09685). Every Hugging Face tensor has its own pair, also where Megatron joins
@@ -7,14 +7,18 @@ several in one, so that the tensors are PEFT's. Their rules read, divide, gather
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
-from math import sqrt
+from math import isclose, sqrt
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fusionrl.base.files import sampled_hash
 from fusionrl.models import families
-from fusionrl.models.rules import Rule, Sizes, Split
+from fusionrl.models.hf_folder import is_megatron_folder, tensor_files, weights_folder
+from fusionrl.models.rules import VISION, Rule, Sizes, Split
 from fusionrl.models.shape import ModelShape
 
 ALL_LINEAR = "all-linear"
@@ -174,3 +178,123 @@ def _is_named(names: Sequence[str], rule: Rule, hf: str) -> bool:
     """Return whether one of `names` is the end of the module's Hugging Face name, or Megatron's name of it."""
     dotted = f".{_module(hf)}"
     return any(dotted.endswith(f".{name}") or name == _leaf(rule) for name in names)
+
+
+class Adapted(BaseModel):
+    """What a checkpoint has in place of weights.
+
+    adapters  sizes and modules
+    base      folder of the weights that they are added to
+    identity  a hash of the base's weights (`sampled_hash`); None: not all of its files are on this node
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    adapters: AdapterSpec
+    base: str
+    identity: str | None = None
+
+
+def saved_in(description: Mapping[str, object]) -> Adapted | None:
+    """Return the adapters that a checkpoint's fusionrl.json names; None: it has weights. ValueError: malformed."""
+    adapted = description.get("adapted")
+    return None if adapted is None else Adapted.model_validate(adapted)
+
+
+def spec_difference(stored: AdapterSpec, run: AdapterSpec, shape: ModelShape) -> str | None:
+    """Return how stored adapters differ from those of the flags, with the flags that would fit; None: they do not."""
+    if stored.rank != run.rank:
+        return f"have rank {stored.rank}; give --lora-rank {stored.rank}, not {run.rank}"
+    if not isclose(stored.scale, run.scale):
+        flag = " --lora-use-rslora" if stored.use_rslora else " without --lora-use-rslora" if run.use_rslora else ""
+        return f"have another scale; give --lora-alpha {stored.alpha:g}{flag}"
+    if adapter_rules(shape, stored).keys() != adapter_rules(shape, run).keys():
+        excluded = f" --exclude-modules {' '.join(stored.excluded)}" if stored.excluded else ""
+        return f"belong to other modules; give --target-modules {' '.join(stored.targets)}{excluded}"
+    return None
+
+
+def adapted_difference(path: object, saved: Adapted | None, run: Adapted | None, shape: ModelShape) -> str | None:
+    """Return why the checkpoint at `path` with `saved` is not one of `run`; None: it is."""
+    where = f"checkpoint {path}"
+    if saved is None or run is None:
+        if saved is run:
+            return None
+        if saved is None:
+            cure = "leave out --lora-rank to resume, or start another run with --megatron-checkpoint of this folder"
+            return f"{where}: it has weights and no adapters; {cure}"
+        rank = saved.adapters.rank
+        return f"{where}: it has adapters and no weights; give --lora-rank {rank} to resume, or merge (fusionrl export)"
+    if difference := spec_difference(saved.adapters, run.adapters, shape):
+        return f"{where}: its adapters {difference}"
+    if saved.identity is not None and run.identity is not None and saved.identity != run.identity:
+        cure = "resume with the former"
+        return (
+            f"{where}: its adapters belong to the weights in {saved.base}, and those in {run.base} are others; {cure}"
+        )
+    return None
+
+
+@lru_cache(maxsize=4)
+def base_identity(folder: str) -> str | None:
+    """Return a hash of the weights in `folder`, Hugging Face's or Megatron's; None: some are not on this node."""
+    if is_megatron_folder(folder):
+        files = sorted(Path(weights_folder(folder)).glob("*.distcp"))
+    else:
+        files = sorted(set(tensor_files(folder).values()))
+    try:
+        return sampled_hash(files)
+    except FileNotFoundError:
+        return None
+
+
+FREEZE, ONLY, TOWER = "--freeze-params-name-list", "--only-train-params-name-list", "--freeze-vision"
+
+
+@lru_cache(maxsize=8)
+def frozen_tensors(
+    shape: ModelShape, freeze: tuple[str, ...], only: tuple[str, ...], freezes_vision: bool
+) -> frozenset[str]:
+    """Return the Megatron names of the parameters that are not trained.
+
+    A pattern is searched for in a tensor's Megatron name and in its Hugging Face names.
+
+    freeze, only    patterns of those that are not trained, or of those that alone are
+    freezes_vision  no tensor of the vision tower is
+
+    Raises:
+        ValueError: both lists, a pattern that is malformed or finds no parameter, or no parameter is left.
+    """
+    if freeze and only:
+        raise ValueError(f"{FREEZE} and {ONLY} exclude each other; give one of them")
+    names = {
+        rule.megatron: (rule.megatron, *rule.hf) for rule in families.model_rules(shape).values() if not rule.buffer
+    }
+    frozen = {name for name in names if freezes_vision and name.startswith(VISION)}
+    frozen |= _found(names, freeze, FREEZE)
+    frozen |= names.keys() - _found(names, only, ONLY) if only else set()
+    if len(frozen) == len(names):
+        given = [flag for flag, is_given in ((FREEZE, freeze), (ONLY, only), (TOWER, freezes_vision)) if is_given]
+        raise ValueError(f"{' and '.join(given)}: no parameter is left to train")
+    return frozenset(frozen)
+
+
+def frozen_names(shape: ModelShape, frozen: Set[str]) -> frozenset[str]:
+    """Return the Hugging Face names of the tensors of which no part is trained."""
+    rules = families.model_rules(shape)
+    trained = {hf for name, rule in rules.items() if name not in frozen for hf in rule.hf}
+    return frozenset(hf for name in frozen for hf in rules[name].hf) - trained
+
+
+def _found(names: dict[str, tuple[str, ...]], patterns: Sequence[str], flag: str) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            search = re.compile(pattern).search
+        except re.error as error:
+            raise ValueError(f"{flag} {pattern}: no regular expression ({error})") from error
+        matches = {name for name, spellings in names.items() if any(search(one) for one in spellings)}
+        if not matches:
+            raise ValueError(f"{flag} {pattern}: no parameter has such a name; one of them is {next(iter(names))}")
+        found |= matches
+    return found
