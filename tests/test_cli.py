@@ -124,7 +124,7 @@ def test_a_command_line_is_checked_without_the_stack(good: list[str], tmp_path: 
     run = write_run(tmp_path / "run", [[sample(0)]])
     program = f"""
 import importlib, pkgutil, sys
-from fusionrl.observe import curves, logs, metrics, panel, progress, rollouts, run_dir
+from fusionrl.observe import curves, logs, metrics, progress, rollouts, run_dir
 assert not {{"numpy", "matplotlib"}} & set(sys.modules)
 from fusionrl import cli
 assert cli.main(["view", {str(run)!r}]) == 0 and "pydantic" not in sys.modules

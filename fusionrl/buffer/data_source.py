@@ -28,7 +28,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of
 from fusionrl.data.sample_json import SetState, SourceState, images_in, pack, pack_sample, unpack, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.observe.json_values import write_atomically
+from fusionrl.observe.formats import write_atomically
 
 if TYPE_CHECKING:  # users' hooks import this module too, and would wait for these imports
     from fusionrl.buffer.hook_border import HookBorder

@@ -19,7 +19,7 @@ from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample
 from fusionrl.data.sampling import UNKNOWN_VERSION, as_version, split_versions
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.observe.json_values import to_jsonable, write_atomically
+from fusionrl.observe.formats import to_jsonable, write_atomically
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan

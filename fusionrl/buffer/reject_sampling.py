@@ -13,7 +13,7 @@ from fusionrl.config.run_parts import has_own_rollout
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.supervised import token_columns
-from fusionrl.observe.json_values import json_line, write_atomically
+from fusionrl.observe.formats import json_line, write_atomically
 from fusionrl.rollout.weight_versions import num_unsampled
 
 IMAGES_COLUMN = "images"

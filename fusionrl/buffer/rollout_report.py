@@ -19,7 +19,7 @@ from fusionrl.data.sample import REWARD_LOST, Sample, Status, lacks_reward, trai
 from fusionrl.data.sample_fields import SpecInfo
 from fusionrl.data.sampling import CHANGED
 from fusionrl.observe.advice import Glimpse, RolloutFacts
-from fusionrl.observe.safe_text import as_text, ending, shorten
+from fusionrl.observe.formats import as_text, ending, shorten
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost
 from fusionrl.rollout.image_requests import image_metrics

@@ -17,7 +17,7 @@ from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_json import read_samples
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.observe.json_values import json_line
+from fusionrl.observe.formats import json_line
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.plan import Plan
 

@@ -37,7 +37,7 @@ from fusionrl.data.rows import FORMATS
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.shape_claims import claim_errors
-from fusionrl.observe.engine_list import engine_url
+from fusionrl.observe.run_dir import engine_url
 from fusionrl.plan.pipeline_knobs import stream_errors
 
 

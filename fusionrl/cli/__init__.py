@@ -40,7 +40,7 @@ COMMANDS: dict[str, str] = {
     "show": "fusionrl.observe.show:main",
     "view": "fusionrl.observe.view.command:main",
     "timeline": "fusionrl.observe.timeline.command:main",
-    "track": "fusionrl.observe.track.command:main",
+    "track": "fusionrl.observe.track:main",
     "export": "fusionrl.cli.export:run",
     "engines": "fusionrl.cli.engines:run",
     "data": "fusionrl.cli.data:run",

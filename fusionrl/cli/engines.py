@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionrl.cli.exit_codes import refuse
-from fusionrl.observe.engine_list import WANTED, add_wanted, engine_url, read_states, read_wanted, remove_wanted
+from fusionrl.observe.run_dir import WANTED, add_wanted, engine_url, read_states, read_wanted, remove_wanted
 
 
 def run(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from fusionrl.base.environment import hide_passwords
 from fusionrl.config.config import Config
 from fusionrl.config.fields import FIELDS, GROUP_OF
 from fusionrl.config.hooks import flag_of
-from fusionrl.observe.json_values import to_jsonable
+from fusionrl.observe.formats import to_jsonable
 
 # These say how one attempt starts and what it shows; the run is the same.
 _OF_AN_ATTEMPT = frozenset(

@@ -37,7 +37,7 @@ from fusionrl.data.images import (
     resized,
 )
 from fusionrl.data.processor_files import ProcessorFiles
-from fusionrl.observe.json_values import write_atomically
+from fusionrl.observe.formats import write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.data.images import ImageLimits
-from fusionrl.observe.json_values import read_object
+from fusionrl.observe.formats import read_object
 
 # transformers' defaults, where a file leaves a field out.
 _PATCH, _MERGE, _MIN_PIXELS, _MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280

@@ -33,7 +33,7 @@ from fusionrl.data.sampling import (
     split_versions,
     token_versions,
 )
-from fusionrl.observe.json_values import to_jsonable
+from fusionrl.observe.formats import to_jsonable
 
 
 class Status(str, Enum):

@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationEr
 
 from fusionrl.data.images import ImageRef, interned, picture, png_of
 from fusionrl.data.sample import COUNTS, Sample, Status, stored_fields
-from fusionrl.observe.json_values import to_jsonable
+from fusionrl.observe.formats import to_jsonable
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionrl.data.findings import FindingError
 from fusionrl.data.render import Messages, render_with
-from fusionrl.observe.json_values import read_object
+from fusionrl.observe.formats import read_object
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusionrl.observe.safe_text import ending, shorten, visible
+from fusionrl.observe.formats import ending, shorten, visible
 
 REWARD_LOST_KEY = 'metadata["reward_lost"]'
 TRUNCATED_SHARE = 0.5  # more truncated answers than this are warned about

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fusionrl.base.wording import install_hint
-from fusionrl.observe.json_values import Scalar, json_line, parse_object, to_scalar
+from fusionrl.observe.formats import Scalar, json_line, parse_object, to_scalar
 
 METRICS_FILE = "metrics.jsonl"
 STEP_TIME = "perf/step_time_s"  # in the line of a finished step; the lines of a resume and an evaluation lack it

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionrl.observe.json_values import json_line, parse_object, write_atomically
+from fusionrl.observe.formats import json_line, parse_object, write_atomically
 
 _NAME = re.compile(r"step_(?P<step>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
 _EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<rollout_id>\d{6,})\.a(?P<attempt>\d+)\.jsonl")

@@ -21,6 +21,7 @@ from rich.cells import cell_len, set_cell_size
 
 from fusionrl.base.wording import counted
 from fusionrl.observe.advice import Glimpse
+from fusionrl.observe.formats import as_text, shorten, visible
 from fusionrl.observe.rollouts import (
     EVAL_KIND,
     FAILED_KINDS,
@@ -31,7 +32,6 @@ from fusionrl.observe.rollouts import (
     rollout_of_step,
 )
 from fusionrl.observe.run_dir import holds_run, last_config
-from fusionrl.observe.safe_text import as_text, shorten, visible
 
 _EQUAL = 1e-8  # rewards closer than this are equal, as in the metric rollout/zero_std_groups
 _LISTED, _ALONE = 600, 20_000  # characters of a text in a list of samples, and of one sample

@@ -1,7 +1,7 @@
 """`ExternalEngines`: engines that are started and ended outside the run, and serve it meanwhile.
 
 --rollout-external-engine-addrs and `engines.txt` in the run's folder, which may change at any time, name them
-(`fusionrl.observe.engine_list`). The states of one:
+(`fusionrl.observe.run_dir`). The states of one:
 
 joining   its address is new; its facts are being checked
 ready     it fits and waits for the next weight push; it gets no request before
@@ -29,7 +29,7 @@ from fusionrl.engines.image_settings import CACHE_VARIABLE
 from fusionrl.engines.router import Router
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import read_hf_config, read_text_config
-from fusionrl.observe.engine_list import EngineState, add_wanted, read_wanted, write_states
+from fusionrl.observe.run_dir import EngineState, add_wanted, read_wanted, write_states
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget
 from fusionrl.runtime.actor_process import ProcessSettings, log_to

@@ -16,8 +16,8 @@ import psutil
 import ray
 from ray.actor import ActorHandle
 
+from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.hardware import resident_bytes
-from fusionrl.observe.json_values import write_atomically
 from fusionrl.plan.flops import Work, peak_flops, train_flops
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.actor_process import HOST

@@ -13,8 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fusionrl.engines.http import call
-from fusionrl.observe.stalls.message import EngineLoad
-from fusionrl.observe.stalls.processes import ProcessState, look
+from fusionrl.observe.stalls import EngineLoad, ProcessState, look
 from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher

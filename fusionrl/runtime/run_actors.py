@@ -12,7 +12,7 @@ from fusionrl.config.hooks import HookError
 from fusionrl.config.profile import ProfileOrder
 from fusionrl.engines.images import FOLDER as IMAGE_FILES
 from fusionrl.engines.process import ChildExited
-from fusionrl.observe.engine_list import engine_url
+from fusionrl.observe.run_dir import engine_url
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.buffer_handle import BufferHandle

@@ -2,7 +2,7 @@
 
 It logs in one line what the driver waits for, since when, and how far the other processes are, and writes the stacks of
 the run's processes into `logs/`, also those of stopped or blocked ones. The rules and the line are in
-`observe/stalls/message.py`.
+`observe/stalls.py`.
 """
 
 import logging
@@ -19,8 +19,7 @@ from typing import Self, TypeVar
 
 from fusionrl.base.pending_calls import waited_for
 from fusionrl.observe import spans
-from fusionrl.observe.stalls.message import FLOOR_S, EndedPhase, LatePhase, Phase, StallClock, seconds, stall_line
-from fusionrl.observe.stalls.processes import Frame, look
+from fusionrl.observe.stalls import FLOOR_S, EndedPhase, Frame, LatePhase, Phase, StallClock, look, seconds, stall_line
 from fusionrl.runtime.progress_probes import ProgressProbes
 
 T = TypeVar("T")

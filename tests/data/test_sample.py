@@ -14,7 +14,7 @@ import pytest
 from fusionrl.data.sample import Sample, Status, response_mask, reward_value, trained_amount
 from fusionrl.data.sample_json import pack_sample, unpack_sample
 from fusionrl.data.sampling import token_versions
-from fusionrl.observe.json_values import json_line
+from fusionrl.observe.formats import json_line
 
 
 def appended() -> Sample:

@@ -13,7 +13,7 @@ import requests
 
 from fusionrl.base.environment import extended_environment
 from fusionrl.engines.process import PortReservation
-from fusionrl.observe.engine_list import read_states
+from fusionrl.observe.run_dir import read_states
 from tests.e2e.launch import launch, metrics_of, printed_by, run, samples_of_step
 from tests.engines.real_engine import KEY, real_engine
 from tests.warm_nursery import EngineBranch

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from fusionrl.observe.metrics import read_lines
-from fusionrl.observe.timeline.check import record_faults
+from fusionrl.observe.timeline.command import record_faults
 from fusionrl.observe.timeline.records import read_attempt, steps_of
 from fusionrl.observe.timeline.report import driver_shares, pools
 from fusionrl.observe.timeline.trace_file import build
+from fusionrl.observe.view.command import column_of, token_texts
 from fusionrl.observe.view.run_block import build_run, vocabulary_of
-from fusionrl.observe.view.terminal import column_of, token_texts
 from tests.e2e.launch import metrics_of, printed_by, run, samples_of_step, undocumented_files
 from tests.observe.trace_format import faults
 from tests.observe.view_runs import unpack

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fusionrl.cli import engines
-from fusionrl.observe import engine_list
-from fusionrl.observe.engine_list import WANTED, EngineState, engine_url, read_wanted
+from fusionrl.observe import run_dir
+from fusionrl.observe.run_dir import WANTED, EngineState, engine_url, read_wanted
 
 
 def test_addresses() -> None:
@@ -25,17 +25,17 @@ def test_a_list_that_people_write(tmp_path: Path) -> None:
     assert urls == ["http://a:1", "http://b:2"]
     assert len(errors) == 1 and errors[0].startswith("engines.txt:5: engine 'nonsense'")
     (tmp_path / WANTED).chmod(0o664)
-    engine_list.add_wanted(tmp_path, ["http://b:2", "http://c:3"])
+    run_dir.add_wanted(tmp_path, ["http://b:2", "http://c:3"])
     assert (tmp_path / WANTED).stat().st_mode & 0o777 == 0o664, "a group that could write it still can"
     assert read_wanted(tmp_path)[0] == ["http://a:1", "http://b:2", "http://c:3"]
-    assert engine_list.remove_wanted(tmp_path, ["http://a:1", "http://d:4"]) == ["http://d:4"]
+    assert run_dir.remove_wanted(tmp_path, ["http://a:1", "http://d:4"]) == ["http://d:4"]
     assert (tmp_path / WANTED).read_text() == "# mine\n\nhttp://b:2/\nnonsense\nhttp://c:3\n"
 
 
 def test_of_many_that_add_at_a_time_none_is_lost(tmp_path: Path) -> None:
     urls = [f"http://node:{port}" for port in range(1, 25)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda url: engine_list.add_wanted(tmp_path, [url]), urls))
+        list(pool.map(lambda url: run_dir.add_wanted(tmp_path, [url]), urls))
     assert sorted(read_wanted(tmp_path)[0]) == sorted(urls)
 
 
@@ -51,8 +51,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command("list") == (0, "no engine of others is in this run\n")
     assert command("add")[0] == command("add", "nonsense")[0] == command("remove", "a:1")[0] == 2
     assert command("add", "a:1", "b:2")[0] == 0
-    engine_list.write_states(tmp_path, [EngineState(url="http://a:1", state="serving", note="")])
+    run_dir.write_states(tmp_path, [EngineState(url="http://a:1", state="serving", note="")])
     assert command("list") == (0, "http://a:1  serving\nhttp://b:2  not seen yet\n")
     assert command("remove", "a:1")[0] == 0
-    engine_list.write_states(tmp_path, [EngineState(url="http://a:1", state="lost", note="it died\nin two lines")])
+    run_dir.write_states(tmp_path, [EngineState(url="http://a:1", state="lost", note="it died\nin two lines")])
     assert command("list") == (0, "http://b:2  not seen yet\nhttp://a:1  lost  it died\n")

@@ -6,8 +6,20 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from fusionrl.observe.panel import _ROWS, ASCII, PHASES, UNICODE, bar, duration, number, rate, sparkline, split, stacked
-from fusionrl.observe.progress import Progress
+from fusionrl.observe.progress import (
+    _ROWS,
+    ASCII,
+    PHASES,
+    UNICODE,
+    Progress,
+    bar,
+    duration,
+    number,
+    rate,
+    sparkline,
+    split,
+    stacked,
+)
 from fusionrl.runtime.reporter import _SHOWN
 from tests.own_process import wait_until
 

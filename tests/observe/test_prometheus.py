@@ -16,7 +16,7 @@ from fusionrl.engines.process import PortReservation
 from fusionrl.observe.glossary import entry_of
 from fusionrl.observe.metrics import Line, MetricsSink
 from fusionrl.observe.run_dir import RunDir
-from fusionrl.observe.track.adapters import Prometheus, Target
+from fusionrl.observe.trackers import Prometheus, Target
 from tests.own_process import wait_until
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "guides" / "grafana-dashboard.json"
@@ -50,8 +50,8 @@ def test_the_newest_values_are_served() -> None:
 
 def test_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins before the first step, shows each, and ends with the run; it remembers nothing."""
-    monkeypatch.setattr("fusionrl.observe.track.command._POLL_S", 0.05)
-    monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
+    monkeypatch.setattr("fusionrl.observe.track._POLL_S", 0.05)
+    monkeypatch.setattr("fusionrl.observe.track.until_stopped", nullcontext)  # for the main thread
     reserved, run = PortReservation("127.0.0.1"), tmp_path / "run"
     port, held = reserved.port, RunDir(run)
     args = ["track", str(run), "--to", "prometheus", "--follow", "--address", f"127.0.0.1:{port}"]

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 
 from fusionrl import cli
 from fusionrl.observe.advice import Glimpse
+from fusionrl.observe.formats import as_text
 from fusionrl.observe.rollouts import RolloutWriter
-from fusionrl.observe.safe_text import as_text
 from fusionrl.observe.show import sample_table
 from tests.observe.view_runs import sample
 from tests.own_process import run_code

@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.base import process
 from fusionrl.base.process import answers_with_stacks, ask_for_stacks
-from fusionrl.observe.stalls.processes import ProcessState, look
+from fusionrl.observe.stalls import ProcessState, look
 from tests.own_process import wait_until
 
 ANSWERING = "from fusionrl.base.process import answer_with_stacks; answer_with_stacks()\n"

@@ -1,17 +1,19 @@
 """When the watchdog speaks, and what it says. Both are pure: the clock is told."""
 
 from fusionrl.observe.rollouts import as_ranges
-from fusionrl.observe.stalls.message import (
+from fusionrl.observe.stalls import (
     EndedPhase,
     EngineLoad,
+    Frame,
     LatePhase,
     Phase,
+    ProcessState,
     StallClock,
     describe_ranks,
     join_names,
+    read_stacks,
     stall_line,
 )
-from fusionrl.observe.stalls.processes import Frame, ProcessState, read_stacks
 
 IN_COLLECTIVE = """Current thread 0x00007f01 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2891 in all_reduce

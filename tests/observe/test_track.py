@@ -22,7 +22,7 @@ import pytest
 from fusionrl import cli
 from fusionrl.observe.metrics import Line, MetricsSink, read_lines
 from fusionrl.observe.run_dir import RunDir
-from fusionrl.observe.track.adapters import ADAPTERS, Target, mlflow_name
+from fusionrl.observe.trackers import ADAPTERS, Target, mlflow_name
 from tests.own_process import wait_until
 
 Capsys, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -179,7 +179,7 @@ def test_passwords_are_not_remembered(run: Path, recorder: Recorder, capsys: Cap
 _FOLLOWER = """
 import sys
 from fusionrl import cli
-from fusionrl.observe.track.adapters import ADAPTERS
+from fusionrl.observe.trackers import ADAPTERS
 class Recorder:
     def __init__(self, target): self.run_id = target.run_id
     def log(self, line): print("line", flush=True)
@@ -208,15 +208,15 @@ def test_a_follower_that_is_terminated_keeps_what_was_sent(run: Path, capsys: Ca
 def test_another_machines_lock_is_named(run: Path, recorder: Recorder, monkeypatch: Patch, capsys: Capsys) -> None:
     (run / "run.lock").write_text(json.dumps({"pid": 1, "started": "x", "host": "elsewhere"}))
 
-    monkeypatch.setattr("fusionrl.observe.track.command.time.sleep", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("fusionrl.observe.track.time.sleep", Mock(side_effect=KeyboardInterrupt))
     assert cli.main(["track", str(run), "--to", "wandb", "--follow"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("held by host elsewhere") == 1 and "3 lines sent" in captured.out
 
 
 def test_following_to_the_end(run: Path, recorder: Recorder, capsys: Capsys, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("fusionrl.observe.track.command._POLL_S", 0.01)
-    monkeypatch.setattr("fusionrl.observe.track.command.until_stopped", nullcontext)  # for the main thread
+    monkeypatch.setattr("fusionrl.observe.track._POLL_S", 0.01)
+    monkeypatch.setattr("fusionrl.observe.track.until_stopped", nullcontext)  # for the main thread
     held = RunDir(run, resume=True)
     followed = threading.Thread(target=cli.main, args=(["track", str(run), "--to", "wandb", "--follow"],))
     followed.start()

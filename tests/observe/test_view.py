@@ -11,17 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fusionrl.observe.view.series as series_module
+import fusionrl.observe.view.run_block as series_module
 from fusionrl import cli
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.rollouts import RolloutWriter, list_rollouts
 from fusionrl.observe.show import Samples
-from fusionrl.observe.view.packing import pack, short, short_all
-from fusionrl.observe.view.run_block import choose_files
-from fusionrl.observe.view.series import Series, find_spikes, notable_steps, read_rows, series_of
-from fusionrl.observe.view.step_block import by_interest, page_row
-from fusionrl.observe.view.terminal import render_tokens, token_texts
-from fusionrl.observe.view.vocabulary import Vocabulary
+from fusionrl.observe.view.command import render_tokens, token_texts
+from fusionrl.observe.view.run_block import (
+    Series,
+    Vocabulary,
+    choose_files,
+    find_spikes,
+    notable_steps,
+    read_rows,
+    series_of,
+)
+from fusionrl.observe.view.step_block import by_interest, pack, page_row, short, short_all
 from tests.observe.view_runs import sample, trained, unpack, write_run, write_tokenizer
 
 Capsys = pytest.CaptureFixture[str]

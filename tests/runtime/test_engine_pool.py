@@ -13,7 +13,7 @@ import ray
 
 from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import ExternalEngineFacts
-from fusionrl.observe.engine_list import WANTED, add_wanted, read_states, remove_wanted
+from fusionrl.observe.run_dir import WANTED, add_wanted, read_states, remove_wanted
 from fusionrl.runtime import external_engines
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.external_engines import ExternalEngines

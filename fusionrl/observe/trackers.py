@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.wording import install_hint
-from fusionrl.observe.local_server import Answer, make_server
 from fusionrl.observe.metrics import Line
+
+if TYPE_CHECKING:
+    from fusionrl.observe.view.page import Answer
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Target:
     """The run as a tracker opens it.
 
     folder   the run's folder
-    run_id   see `command.SentPart`
+    run_id   see `track.SentPart`
     is_new   there is no run there yet
     offline  nothing leaves this machine
     address  of the tracker's server, or of its files; "": the tracker's own choice
@@ -220,6 +222,8 @@ class Prometheus(Tracker):
     """
 
     def __init__(self, target: Target) -> None:
+        from fusionrl.observe.view.page import make_server  # with numpy: only where it is needed
+
         host, _, port = (target.address or DEFAULT_ADDRESS).rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"--address {target.address}: expected HOST:PORT, such as {DEFAULT_ADDRESS}")
@@ -261,7 +265,7 @@ class Prometheus(Tracker):
         self._server.server_close()
         self._thread.join()
 
-    def _answer(self, path: str) -> Answer:
+    def _answer(self, path: str) -> "Answer":
         if path == "/metrics":
             return 200, "text/plain; version=0.0.4", self.text().encode()
         return 404, "text/plain", b"the metrics are at http://127.0.0.1:PORT/metrics\n"

@@ -1,4 +1,9 @@
-"""`fusionrl track`: flags, the sending of new lines, and the memory of those that have arrived (`trackers.json`)."""
+"""`fusionrl track`: the metrics of a run in W&B, TensorBoard, MLflow, SwanLab or trackio, from metrics.jsonl.
+
+metrics.jsonl is the truth. A tracker is fed from it by a process of its own, so that no fault of a tracker's library or
+network touches the run: afterwards, or live (--follow). What has arrived is remembered (`trackers.json`), so that a
+repeated command sends what is new, and a resumed run continues the same run of the tracker.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +25,11 @@ from pathlib import Path
 from types import FrameType
 
 from fusionrl.base.environment import hide_passwords
-from fusionrl.observe.json_values import read_object, write_atomically
+from fusionrl.observe.formats import read_object, write_atomically
 from fusionrl.observe.metrics import METRICS_FILE, read_lines
 from fusionrl.observe.run_dir import LOCK_FILE, is_running, last_config, other_host
 from fusionrl.observe.show import find_run
-from fusionrl.observe.track.adapters import ADAPTERS, Target, Tracker, flat_config, open_tracker
+from fusionrl.observe.trackers import ADAPTERS, Target, Tracker, flat_config, open_tracker
 
 _POLL_S = 2.0
 
