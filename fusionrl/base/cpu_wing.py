@@ -80,7 +80,7 @@ class _StandInFinder(MetaPathFinder):
         # A sub-module of a stand-in already imported follows it; the first import has to be SGLang's.
         if not (root in self._replaced and root in sys.modules) and _importer() not in _IMPORTERS:
             return None
-        from fusionrl.cpu.sglang_stubs import StandInLoader
+        from fusionrl.cpu.import_stand_ins import StandInLoader
 
         if fullname == root:  # else an installed package lacks one sub-module
             self._replaced.add(root)

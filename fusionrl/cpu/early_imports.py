@@ -8,7 +8,7 @@ import importlib
 import warnings
 
 from fusionrl.cpu import megatron_patches
-from fusionrl.cpu.lazy_torch import symbols_later
+from fusionrl.cpu.import_stand_ins import symbols_later
 
 _MODULES = (  # by name, as a linter takes imports for unused and removes them
     "fusionrl.models.hf_io",

@@ -5,7 +5,7 @@ others, its forks, calls `before_import` alone: torch stays as it is until one o
 where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA: devices, streams, random states,
 `device="cuda"` and `pin_memory` of torch's factories, moves and types of tensors, sizes of the experts' exchange, and
 gathering parts of different sizes, which gloo lacks. Four save time: no function is compiled by torch, its optimizers
-do not import its compiler, gradients are added in place (`gradients.py`), and a kernel rotates rows (`rotary.py`).
+do not import its compiler, gradients are added in place, and a kernel rotates rows.
 
 `trainer/megatron_versions.py` mends what Megatron-core lacks without Transformer Engine, on a CPU or a GPU; the
 optimizer's stand-in is `trainer/adam.py`. Without the TransformerConfig values `OVERRIDES` a CPU run is wrong.
@@ -19,16 +19,18 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fusionrl.base import cpu_wing
-from fusionrl.cpu import gradients, rotary
+from fusionrl.cpu.row_functions import patch_rotary
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 _UNCOMPILED = "__dynamo_disable"  # torch's name for what its wrapper calls, once it is there
@@ -134,8 +136,8 @@ def patch() -> None:
 
     tp_random.CheckpointWithoutOutput.__init__ = init
     _patch_exchange()
-    gradients.patch()
-    rotary.patch(attention)
+    patch_gradients()
+    patch_rotary(attention)
     _state["patched"] = True
 
 
@@ -251,3 +253,66 @@ def _install_tensor_methods() -> None:
     torch.Tensor.record_stream = lambda self, stream: None
     torch.Tensor.to = to
     torch.Tensor.type = type_
+
+
+if TYPE_CHECKING:
+    Collective = Callable[..., Work | None]
+
+
+def patch_gradients() -> None:
+    """Let gradients and weights stay where they are, without full copies of them. Once a process.
+
+    New memory is mapped page by page on a CPU, so a copy of all gradients costs about as much as the optimizer's step.
+    Megatron-core leaves it to CUDA extensions to avoid some copies: the gradient of a weight is written to memory of
+    its own and then added to the sum, clipping scales into new memory, and gloo copies all even where there is one
+    rank.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.tensor_parallel import layers
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=add_gradient, wgrad_gemm_accum_fp16=add_gradient
+    )
+    layers._grad_accum_fusion_available = True
+    clip_grads.multi_tensor_scale_impl = scale
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
+
+
+def add_gradient(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
+    """Add grad.T @ inputs, a layer's output's grad [T, out] and its inputs [T, in], to `total` [out, in]."""
+    if grad.dtype is total.dtype:
+        total.addmm_(grad.t(), inputs)
+    else:
+        total.add_(grad.t() @ inputs)
+
+
+def scale(chunk_size: int, overflow: Tensor, tensors: Sequence[Sequence[Tensor]], factor: float | Tensor) -> None:
+    """Scale `tensors[0]` into `tensors[1]`, in place where these are the same; the other arguments are a kernel's."""
+    for source, target in zip(*tensors, strict=True):
+        if source is target:
+            target.mul_(factor)
+        else:
+            target.copy_(source * factor)
+
+
+def unless_alone(collective: Collective) -> Collective:
+    """`collective(output, input, ...)` of a buffer and a rank's part of it, which with one rank are the same."""
+
+    @functools.wraps(collective)
+    def call(
+        output: Tensor,
+        inputs: Tensor,
+        *args: object,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+        **kwargs: object,
+    ) -> Work | None:
+        if async_op or group is None or group.size() > 1:
+            return collective(output, inputs, *args, group=group, async_op=async_op, **kwargs)
+        if output.data_ptr() != inputs.data_ptr():
+            output.copy_(inputs)
+        return None
+
+    return call

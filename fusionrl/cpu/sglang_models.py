@@ -6,13 +6,16 @@ SGLang makes by the name of an attention backend it knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import ModuleType
+import os
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusionrl.base.cpu_wing import ATTENTION_BACKEND
+from fusionrl.base.cpu_wing import ATTENTION_BACKEND, PROCESSOR_VARIABLE
 from fusionrl.base.imports import when_imported
 from fusionrl.cpu import delta_rule
 
@@ -83,17 +86,16 @@ def _take_our_backend(checks: ModuleType) -> None:
 
 
 def _change_gpt_oss(model: ModuleType) -> None:
-    _type_sinks(model)
-    _zero_own_biases(model)
+    """Give sinks the type of the model's other weights (SGLang makes them bf16), and load biases from copies.
 
-
-def _zero_own_biases(model: ModuleType) -> None:
-    """Load the biases that ranks but the first set to 0 from copies.
-
-    SGLang writes the zeros into the tensor that it is given, which is in memory that the engines of a push share
-    (`engines/weight_payload.py`).
+    Ranks but the first set a bias to 0, in the tensor that they are given: it is in memory that the engines of a push
+    share (`engines/weight_payload.py`).
     """
-    original = model.GptOssForCausalLM.load_weights
+    original_init, original = model.GptOssAttention.__init__, model.GptOssForCausalLM.load_weights
+
+    def init(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        original_init(self, *args, **kwargs)
+        self.sinks = torch.nn.Parameter(self.sinks.to(torch.get_default_dtype()), requires_grad=False)
 
     def load_weights(
         self: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], *args: object, **kwargs: object
@@ -102,17 +104,66 @@ def _zero_own_biases(model: ModuleType) -> None:
         return original(self, own, *args, **kwargs)
 
     model.GptOssForCausalLM.load_weights = load_weights
-
-
-def _type_sinks(model: ModuleType) -> None:
-    """Give sinks the type of the model's other weights; SGLang makes them bf16."""
-    original = model.GptOssAttention.__init__
-
-    def init(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        self.sinks = torch.nn.Parameter(self.sinks.to(torch.get_default_dtype()), requires_grad=False)
-
     model.GptOssAttention.__init__ = init
+
+
+PROCESSORS = "sglang.srt.multimodal.processors"
+"""SGLang's package with a module for each kind of processor."""
+_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+
+class ImagesAlone:
+    """transformers' processor of a model type, but for videos, as far as SGLang's table of processors asks.
+
+    Qwen's processors have a part for videos, which needs torchvision. Its builds fit one build of torch each, and the
+    registries have none for torch's CPU build. Images need no part of it: transformers cuts them with PIL.
+    """
+
+    def __init__(self, model_type: str) -> None:
+        self._model_type = model_type
+
+    def from_pretrained(self, *args: object, **kwargs: object) -> object:
+        """Load the processor of a folder; the whole one where torchvision is installed."""
+        import transformers
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+        from transformers.utils import is_torchvision_available  # `importlib` would find our stand-in
+
+        processor: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[self._model_type])
+        if not is_torchvision_available():
+            processor = _without_videos(processor)
+        return processor.from_pretrained(*args, **kwargs)
+
+
+def _without_videos(whole: type) -> type:
+    """A subclass whose `__init__` names no part for videos: transformers loads the parts that it names."""
+
+    def __init__(
+        self: object,
+        image_processor: object = None,
+        tokenizer: object = None,
+        chat_template: str | None = None,
+        **kwargs: object,
+    ) -> None:
+        whole.__init__(self, image_processor, tokenizer, chat_template=chat_template, **kwargs)  # type: ignore[misc]
+
+    return type(whole.__name__, (whole,), {"__init__": __init__})
+
+
+def _add_to_table(module: ModuleType) -> None:
+    for model_type in _MODEL_TYPES:
+        module._CUSTOMIZED_MM_PROCESSOR.setdefault(model_type, ImagesAlone(model_type))
+
+
+def _import_one(module: ModuleType) -> None:
+    """Let SGLang look for processors in the one module that the environment names: all 55 take 1 s of a core."""
+
+    def iter_modules(path: object, prefix: str = "") -> Iterator[pkgutil.ModuleInfo]:
+        wanted = os.environ.get(PROCESSOR_VARIABLE) if prefix == f"{PROCESSORS}." else None
+        for info in pkgutil.iter_modules(path, prefix):  # type: ignore[arg-type]
+            if not wanted or info.name == prefix + wanted:
+                yield info
+
+    vars(module)["pkgutil"] = SimpleNamespace(iter_modules=iter_modules)
 
 
 def _replace(**functions: object) -> Callable[[ModuleType], None]:
@@ -136,6 +187,8 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     # They ask for `fused_rmsnorm_gated_cpu` only where a CPU has AMX.
     "kernels.ops.attention.fla.layernorm_gated": _replace(_use_cpu=True),
     "kernels.ops.attention.fla.fused_norm_gate": _replace(_use_cpu=True),
+    "srt.multimodal.customized_mm_processor_utils": _add_to_table,
+    "srt.managers.multimodal_processor": _import_one,
 }
 """Module of SGLang → what changes it."""
 

@@ -120,7 +120,7 @@ def _light() -> Iterator[None]:
 
     with without_collections(), cached_scans(), endpoints_later(), ExitStack() as on_cpu:
         if _is_on_cpu():
-            from fusionrl.cpu.lazy_torch import symbols_later, uncompiled
+            from fusionrl.cpu.import_stand_ins import symbols_later, uncompiled
 
             on_cpu.enter_context(symbols_later())
             on_cpu.enter_context(uncompiled())

@@ -1,6 +1,6 @@
 """Causal attention over packed sequences for machines without Transformer Engine, on a CPU or a GPU.
 
-By torch's scaled_dot_product_attention, or on a CPU by our own kernel (`row_attention.py`): Megatron-core's own has
+By torch's scaled_dot_product_attention, or on a CPU by our own kernel (`row_functions.py`): Megatron-core's own has
 no context parallelism, no packed sequences, and memory quadratic in their length.
 """
 
@@ -150,11 +150,11 @@ class SDPACoreAttention(MegatronModule):
             return self._context_parallel(query, key, value, layout)
         drops = self.training and self.dropout > 0
         if layout.table is not None and not drops:  # on a CPU only
-            from fusionrl.cpu import kernels, row_attention
+            from fusionrl.cpu import kernels, row_functions
 
             if kernels.fit(query, key, value):
                 options = (layout.table, self.scale, self.window, self.softmax_offset)
-                return row_attention.attend(query, key, value, *options).flatten(1)
+                return row_functions.attend(query, key, value, *options).flatten(1)
         out: Tensor | None = None
         for number, bucket in enumerate(layout.buckets):
             mask = bucket.mask

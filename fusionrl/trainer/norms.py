@@ -28,7 +28,7 @@ class PlainNorm(torch.nn.Module):
 def _norm(config: TransformerConfig, hidden_size: int, eps: float, is_zero_centered: bool) -> torch.nn.RMSNorm:
     kind = torch.nn.RMSNorm
     if cpu_wing.lacks_cuda():
-        from fusionrl.cpu.row_norm import RowNorm as kind
+        from fusionrl.cpu.row_functions import RowNorm as kind
     if is_zero_centered:
         kind = ZeroCenteredNorm
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -44,7 +44,7 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
         """[..., h] → the same shape and type."""
         weight = self.weight.float() + 1
         if cpu_wing.lacks_cuda():
-            from fusionrl.cpu.row_norm import rms_norm
+            from fusionrl.cpu.row_functions import rms_norm
 
             assert self.eps is not None
             return rms_norm(hidden.float(), weight, self.eps).to(hidden.dtype)

@@ -90,7 +90,7 @@ def pack_row(
     is_short = max((row.size for row in filling.rows), default=0) <= LONGEST_ROW
     table = None
     if is_whole and is_short and torch.device(device).type == "cpu":
-        from fusionrl.cpu.row_attention import plan_rows
+        from fusionrl.cpu.row_functions import plan_rows
 
         table = plan_rows(filling.rows, tokens.size)
     # How long the table of rotary embeddings must be.

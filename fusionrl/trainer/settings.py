@@ -121,7 +121,7 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "moe_token_dispatcher_type": "alltoall",
         # Makes data-parallel gradients sums, not means; see step.py.
         "calculate_per_token_loss": True,
-        # On a CPU by `cpu.gradients`; on a GPU it needs apex, or Transformer Engine's layers. Autograd sees no
+        # On a CPU by `cpu.megatron_patches`; on a GPU it needs apex, or Transformer Engine's layers. Autograd sees no
         # such gradient: a user's model may have hooks on a weight, or use it twice.
         "gradient_accumulation_fusion": plan.device == "cpu" and not _is_users(config),
         "masked_softmax_fusion": False,

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fusionrl.base import cpu_wing
-from fusionrl.cpu import attention, kernels, sglang_layers, sglang_patches, straight_decode
+from fusionrl.cpu import kernels, sglang_layers, sglang_patches, straight_decode
 
 PROMPTS = [[5, 9, 17, 3], [7, 2], [1, 4, 8, 30, 12, 6, 19], [11]]
 STEPS = 3
@@ -169,9 +169,9 @@ def main() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
     cpu_wing.install_stand_ins()
-    attention.register()
+    sglang_patches.register_attention()
     sglang_patches.name_device()
-    sglang_layers.register()
+    sglang_layers.register_layers()
     import sglang.benchmark.one_batch  # noqa: F401  # before the forks
 
     for folder, dtype, values in json.load(sys.stdin):

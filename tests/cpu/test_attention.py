@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusionrl.base import cpu_wing
 from fusionrl.config import upstream_flags
-from fusionrl.cpu import attention, kernels
+from fusionrl.cpu import kernels, sglang_patches
 
 NUM_SLOTS, NUM_REQUESTS = 512, 12
 
@@ -20,7 +20,7 @@ NUM_SLOTS, NUM_REQUESTS = 512, 12
 def sglang() -> Iterator[None]:
     """Import SGLang's layers as an engine does, without the libraries that GPUs alone need; of one rank."""
     cpu_wing.install_stand_ins()
-    attention.register()
+    sglang_patches.register_attention()
     from sglang.srt.runtime_context import get_parallel
 
     with get_parallel().override(dcp_enabled=False):
@@ -127,7 +127,7 @@ def test_equals_torch_native(shape: dict[str, Any], monkeypatch: pytest.MonkeyPa
     kernel = kernels.attend_decode
     monkeypatch.setattr(kernels, "attend_decode", counted)
     requests = Requests(**shape)
-    ours, native = attention.create(requests.runner), TorchNativeAttnBackend(requests.runner)
+    ours, native = sglang_patches.create_backend(requests.runner), TorchNativeAttnBackend(requests.runner)
     assert type(ours) is not TorchNativeAttnBackend
 
     def check(news: dict[int, int], *, decode: bool = False) -> None:
@@ -171,7 +171,7 @@ def test_sinks_are_those_of_transformers(window: int, dtype: torch.dtype) -> Non
 
     heads, groups, size = 4, 2, 16
     requests = Requests((heads, groups), window=window, dtype=dtype)
-    backend = attention.create(requests.runner)
+    backend = sglang_patches.create_backend(requests.runner)
     sinks = torch.linspace(-2, 3, heads).to(dtype)
     module = SimpleNamespace(num_key_value_groups=heads // groups, sinks=sinks, training=False)
     seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -205,7 +205,7 @@ def test_a_cache_of_windows_keeps_torch_native(caplog: pytest.LogCaptureFixture)
     runner.token_to_kv_pool = object.__new__(SWAKVPool)
     runner.token_to_kv_pool.swa_layer_nums = 0
     with caplog.at_level("INFO"):
-        assert type(attention.create(runner)) is TorchNativeAttnBackend
+        assert type(sglang_patches.create_backend(runner)) is TorchNativeAttnBackend
     assert "torch_native" in caplog.text
     assert "sliding window" in caplog.text
 
@@ -213,8 +213,8 @@ def test_a_cache_of_windows_keeps_torch_native(caplog: pytest.LogCaptureFixture)
 def test_sglang_knows_the_backend_by_its_name() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    attention.register()  # again
-    assert ATTENTION_BACKENDS[cpu_wing.ATTENTION_BACKEND] is attention.create
+    sglang_patches.register_attention()  # again
+    assert ATTENTION_BACKENDS[cpu_wing.ATTENTION_BACKEND] is sglang_patches.create_backend
     parsed = upstream_flags.parse_with(
         upstream_flags.sglang_parser(), "--attention-backend", [cpu_wing.ATTENTION_BACKEND], {}
     )

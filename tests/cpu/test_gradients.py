@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusionrl.cpu.gradients import add_gradient, scale, unless_alone
+from fusionrl.cpu.megatron_patches import add_gradient, scale, unless_alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

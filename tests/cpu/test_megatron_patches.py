@@ -78,7 +78,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.distributed.tensor import _decompositions
 assert _decompositions.GuardOnDataDependentSymNode is symbolic_shapes.GuardOnDataDependentSymNode
 """
-# Megatron's linear layers add gradients of weights by `gradients.add_gradient`.
+# Megatron's linear layers add gradients of weights by `add_gradient`.
 GRADIENTS = """
 from megatron.core.tensor_parallel import layers
 def train(fuses):

@@ -17,12 +17,12 @@ def test_both_forms_of_spreading_are_the_same() -> None:
 
 
 def test_a_gpus_tokens_are_drawn_by_sglangs_own_function(monkeypatch) -> None:
-    from fusionrl.cpu import sampling
+    from fusionrl.cpu import sglang_layers
 
     asked: list[str] = []
     sampler = SimpleNamespace(sampling_from_probs_torch=lambda probs, *rest: asked.append(probs.device.type))
     monkeypatch.setitem(sys.modules, "sglang.srt.layers", SimpleNamespace(sampler=sampler))
-    sampling.register()
+    sglang_layers.register_sampling()
     for device in ("cpu", "meta"):
         sampler.sampling_from_probs_torch(torch.ones(64, 4096, device=device))
     assert asked == ["meta"]

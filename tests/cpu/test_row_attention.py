@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.cpu import kernels, row_attention
+from fusionrl.cpu import kernels, row_functions
 
 SCALE = 0.3
 # (query heads, key heads, size of a key, size of a value): multiples of the width of a vector, and others
@@ -69,12 +69,12 @@ def _both_ways(
     rows: list[np.ndarray], num_tokens: int, heads: tuple[int, int, int, int], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(output and gradient of the kernel, the same in float64)."""
-    table = row_attention.plan_rows(rows, num_tokens)
+    table = row_functions.plan_rows(rows, num_tokens)
     assert table is not None
     count, groups, size, value_size = heads
     wide = torch.randn(num_tokens, count * size + groups * (size + value_size)).to(dtype).requires_grad_()
     double = wide.detach().double().requires_grad_()
-    out, exact = row_attention.attend(*_split(wide, heads), table, SCALE), _exact(*_split(double, heads), rows)
+    out, exact = row_functions.attend(*_split(wide, heads), table, SCALE), _exact(*_split(double, heads), rows)
     of_output = torch.randn_like(exact)
     of_output = of_output.to(dtype).double()
     (grad,) = torch.autograd.grad(out, wide, of_output.to(dtype))
@@ -101,11 +101,11 @@ def test_a_number_of_bf16_is_rounded_once() -> None:
 
 
 def test_scores_of_any_size_are_no_overflow() -> None:
-    table = row_attention.plan_rows([np.arange(40)], 40)
+    table = row_functions.plan_rows([np.arange(40)], 40)
     assert table is not None
     for size, bound in ((300.0, 1e-2), (1e5, torch.inf)):  # scores of 1e6 are known to 0.1, those of 1e11 to 1e4
         query, key, value = size * torch.randn(40, 2, 32), size * torch.randn(40, 2, 32), torch.randn(40, 2, 32)
-        out = row_attention.attend(query, key, value, table, SCALE)
+        out = row_functions.attend(query, key, value, table, SCALE)
         exact = _exact(query.double(), key.double(), value.double(), [np.arange(40)])
         assert (out - exact).abs().max() < bound and out.isfinite().all()
 
@@ -132,21 +132,21 @@ def test_tokens_of_no_sequence_are_zero_and_get_no_gradient() -> None:
 
 def test_the_table_puts_siblings_side_by_side() -> None:
     rows, num_tokens = _siblings([2, 3], [4, 1])
-    table = row_attention.plan_rows([*rows, np.zeros(0, np.int64)], num_tokens)
+    table = row_functions.plan_rows([*rows, np.zeros(0, np.int64)], num_tokens)
     assert table is not None and table.is_whole and table.longest == 7
     assert table.families.tolist() == [0, 2, 4]
     assert table.firsts.tolist() == [0, 2, 0, 3]
     assert table.starts.tolist() == [0, 6, 9, 16, 20]
     assert table.places[:9].tolist() == [*rows[0], *rows[2]]
-    assert row_attention.plan_rows([np.zeros(0, np.int64)], 1) is None
+    assert row_functions.plan_rows([np.zeros(0, np.int64)], 1) is None
 
 
 @pytest.mark.parametrize("rows", [([0, 1, 2], [3, 1, 4]), ([0, 1], [1, 2]), ([0, 1, 2], [0, 2])], ids=str)
 def test_sequences_that_share_tokens_elsewhere_are_a_mistake(rows: tuple[list[int], ...]) -> None:
     with pytest.raises(AssertionError, match="at their begin"):
-        row_attention.plan_rows([np.array(row) for row in rows], 5)
+        row_functions.plan_rows([np.array(row) for row in rows], 5)
 
 
 def test_without_a_compiler_there_is_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "loaded", lambda: False)
-    assert row_attention.plan_rows([np.arange(4)], 4) is None
+    assert row_functions.plan_rows([np.arange(4)], 4) is None

@@ -5,8 +5,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fusionrl.cpu import rotary
-from fusionrl.cpu.row_norm import rms_norm
+from fusionrl.cpu import row_functions
+from fusionrl.cpu.row_functions import rms_norm
 
 
 def test_a_row_of_zeros_has_a_finite_gradient() -> None:
@@ -28,7 +28,7 @@ def _patched() -> tuple[ModuleType, list[object]]:
     calls: list[object] = []
     module = ModuleType("attention")
     module.apply_rotary_pos_emb = lambda *args, **more: calls.append(more)  # type: ignore[attr-defined]
-    rotary.patch(module)
+    row_functions.patch_rotary(module)
     return module, calls
 
 
@@ -84,6 +84,6 @@ def test_other_cases_are_megatrons(
 ) -> None:
     module, calls = _patched()
     config = SimpleNamespace(**CONFIG | changes)
-    monkeypatch.setattr(rotary.kernels, "loaded", lambda: changes.get("kernels", True))
+    monkeypatch.setattr(row_functions.kernels, "loaded", lambda: changes.get("kernels", True))
     module.apply_rotary_pos_emb(torch.zeros(5, 1, 8), torch.zeros(5, 1, 1, 8), config, offsets, 1.0, group, **more)
     assert calls == [more]

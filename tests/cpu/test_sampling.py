@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fusionrl.base import cpu_wing
-from fusionrl.cpu import sampling
-from fusionrl.cpu.sampling import draw
+from fusionrl.cpu import sglang_layers
+from fusionrl.cpu.sglang_layers import draw
 
 
 @pytest.mark.parametrize("size", [1, 2, 64, 3000, 49152])
@@ -70,7 +70,7 @@ def test_sglang_s_sampler_draws_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked = []
     monkeypatch.setattr(sampler, "multinomial_with_seed", lambda *args: asked.append(args) or torch.zeros(40, 1))
-    sampling.register()
+    sglang_layers.register_sampling()
     probs = torch.rand(40, 1000)
     torch.manual_seed(3)
     tokens = sampler.sampling_from_probs_torch(probs)

@@ -17,7 +17,7 @@ def sglang() -> Iterator[None]:
     """SGLang's layers with the kernels; the tests of other files get those that they had."""
     cpu_wing.install_stand_ins()
     usual = [layer.forward_native for layer in _layers()]  # type: ignore[attr-defined]
-    sglang_layers.register()
+    sglang_layers.register_layers()
     yield
     for layer, before in zip(_layers(), usual, strict=True):
         layer.forward_native = before  # type: ignore[attr-defined]

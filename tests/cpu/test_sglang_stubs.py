@@ -82,9 +82,9 @@ def test_kernels_of_cuda_stand_aside_without_its_driver(
 
 
 def test_triton_decorators_define_and_do_not_run() -> None:
-    from fusionrl.cpu import sglang_stubs
+    from fusionrl.cpu import import_stand_ins
 
-    triton = sglang_stubs.StandInLoader().create_module(sglang_stubs.ModuleSpec("triton", None))
+    triton = import_stand_ins.StandInLoader().create_module(import_stand_ins.ModuleSpec("triton", None))
 
     def kernel() -> str:
         return "ran"

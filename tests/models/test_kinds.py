@@ -23,7 +23,7 @@ KINDS = {kind for name in kinds.__all__ if (kind := getattr(kinds, name)) not in
 # The shape and the families; Megatron's modules of kinds; routing replay, which only mixtures have.
 MAY_NAME_A_KIND = {
     "models/shape.py",
-    *(f"models/families/{file}.py" for file in ("llama", "mixtures", "hybrids", "windows")),
+    *(f"models/families/{file}.py" for file in ("llama", "mixtures", "hybrids")),
     *("trainer/layers.py", "trainer/gated_delta.py"),
     *("trainer/routing.py", "trainer/policy.py", "buffer/hook_border.py"),
 }

@@ -54,7 +54,7 @@ def test_attention_is_the_same_whoever_computes_it(workers, hf, family) -> None:
 
 def check_both_attentions(actor, samples: Samples) -> None:
     """One micro-batch with its gradients by our kernel, and by torch's attention; and who it is by with dropout."""
-    from fusionrl.cpu import kernels, row_attention
+    from fusionrl.cpu import kernels, row_functions
     from fusionrl.trainer.local_attention import SDPACoreAttention
     from fusionrl.trainer.micro_batches import build_micro_batch
 
@@ -75,8 +75,8 @@ def check_both_attentions(actor, samples: Samples) -> None:
         return output.detach(), torch.cat([buffer.grad_data.flatten() for buffer in module.buffers]).clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        attend = row_attention.attend
-        patch.setattr(row_attention, "attend", lambda *args: calls.append(1) or attend(*args))
+        attend = row_functions.attend
+        patch.setattr(row_functions, "attend", lambda *args: calls.append(1) or attend(*args))
         ours, num_ours = both(), [len(calls)]
         with pytest.MonkeyPatch.context() as dropping:
             for layer in layers:

@@ -193,7 +193,7 @@ class Grouped(Attention):
             gate = n * d * (4 + width) if self.gated else 0.0
             return width * (2 * shape.hidden_size / rank.split + (n + 2 * g) * d + n * d) + over_heads + gate
         casts = width == 2 and not rank.on_cpu  # norms in fp32
-        # Cosines and sines for q and k; on a CPU all layers have the same (`cpu/rotary.py`).
+        # Cosines and sines for q and k; on a CPU all layers have the same (`cpu/row_functions.py`).
         shares_tables = not self.rope or (rank.on_cpu and rank.cp == 1 and not shape.rotary_interleaved)
         saved = 0.0 if shares_tables else 4 * d * shape.rotary_percent * width
         keeps_qkv = False

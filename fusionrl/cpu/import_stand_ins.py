@@ -4,13 +4,25 @@ SGLang imports a handful of GPU or multimedia packages at module level even wher
 `fusionrl.base.cpu_wing` decides who gets a stand-in for which package; this module makes them. Nothing is emulated:
 calling a stand-in raises `NotImplementedError`. Triton's decorators are the one exception, as they are applied while a
 module is imported: the kernel gets defined and cannot run.
+
+Parts of torch that large libraries import, and a process on a CPU never uses, are imported when they are used.
 """
 
+import importlib
+import os
+import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+from fusionrl.base.imports import imported_later
+
+T = TypeVar("T")
+
+_COMPILER, _DECORATORS = "torch._dynamo", ("allow_in_graph", "assume_constant_result", "disable")
 
 
 def _refuse(name: str) -> NotImplementedError:
@@ -95,3 +107,53 @@ class StandInLoader(Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Do nothing: attributes appear at first use."""
+
+
+def symbols_later() -> AbstractContextManager[None]:
+    """Import libraries within it without torch's symbolic shapes, and with them SymPy: 0.4 s of a core.
+
+    transformers and Megatron-core import torch's distributed tensors, to know their class; these take three names.
+    """
+    return imported_later(
+        "torch.fx.experimental.symbolic_shapes",
+        called=("guard_or_false", "guard_or_true", "statically_known_true"),
+        caught=("GuardOnDataDependentSymNode",),
+    )
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Import libraries within it without torch's compiler. With TORCHDYNAMO_DISABLE=1, as in engines on a CPU, its
+    decorators leave a function as it is. Nothing is done where torch may compile, or has imported its compiler."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or _COMPILER in sys.modules:
+        yield
+        return
+    import torch
+
+    places = [(torch, "compile"), *((torch.compiler, name) for name in _DECORATORS)]
+    originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
+    for module, name, _ in originals:
+        setattr(module, name, _as_it_is)
+    vars(torch)["_dynamo"] = stand_in = _Compiler(_COMPILER)  # torch imports it at first use
+    try:
+        with imported_later(f"{_COMPILER}._trace_wrapped_higher_order_op", called=("TransformGetItemToIndex",)):
+            yield
+    finally:
+        for module, name, function in originals:
+            setattr(module, name, function)
+        if vars(torch).get("_dynamo") is stand_in:
+            del vars(torch)["_dynamo"]
+
+
+class _Compiler(types.ModuleType):
+    """Replaces the attribute for torch's compiler: its decorators concern functions that it never compiles."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _as_it_is if name in _DECORATORS else getattr(importlib.import_module(_COMPILER), name)
+
+
+def _as_it_is(function: T | None = None, *args: object, **options: object) -> T | Callable[[T], T]:
+    """Decorate nothing: `@compile`, `@compile(dynamic=True)`, `compile(function)`."""
+    return (lambda given: given) if function is None else function
