@@ -17,7 +17,7 @@ import torch
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND
 from fusionrl.config.upstream_flags import add_cpu_attention
 from fusionrl.cpu import sglang_models
-from fusionrl.cpu.sglang_patches import register_layers, register_sampling
+from fusionrl.cpu.sglang_layers import register_layers, register_sampling
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend

@@ -12,7 +12,7 @@ that is this token, and ends where no child is. So drafts change the speed and n
 import torch
 from torch import Tensor
 
-from fusionrl.cpu.sglang_patches import draw
+from fusionrl.cpu.sglang_layers import draw
 
 
 def read_tree(

@@ -5,7 +5,7 @@ import torch
 
 from fusionrl.base import cpu_wing
 from fusionrl.cpu import sglang_layers
-from fusionrl.cpu.sglang_patches import draw
+from fusionrl.cpu.sglang_layers import draw
 
 
 @pytest.mark.parametrize("size", [1, 2, 64, 3000, 49152])
