@@ -23,7 +23,7 @@ from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sessions.messages import Refused
 from fusionrl.rollout.sessions.openai_api import read
-from fusionrl.rollout.sessions.segments import Segments
+from fusionrl.rollout.sessions.session import Segments
 
 Message = dict[str, Any]
 TOOLS = [

@@ -31,8 +31,8 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.observe.formats import write_atomically
 
 if TYPE_CHECKING:  # users' hooks import this module too, and would wait for these imports
-    from fusionrl.buffer.hook_border import HookBorder
-    from fusionrl.buffer.stream_saved import SavedStream
+    from fusionrl.buffer.collect import HookBorder
+    from fusionrl.buffer.stream_state import SavedStream
 
 
 class RolloutDataSourceWithBuffer:
@@ -372,7 +372,7 @@ class PromptSource:
 
     def take_back(self) -> None:
         """Without a stream: let the prompts that one had under way at the checkpoint come first."""
-        from fusionrl.buffer.stream_saved import blanks  # users' hooks import this module
+        from fusionrl.buffer.stream_state import blanks  # users' hooks import this module
 
         if (stream := self.take_stream()) is not None and (groups := blanks(stream)):
             self.take_in(groups)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
-from fusionrl.buffer.collect import RolloutFunctions
-from fusionrl.buffer.hook_border import HookBorder
+from fusionrl.buffer.collect import HookBorder, RolloutFunctions
+from fusionrl.buffer.rollout_report import ACCURATE
+from fusionrl.buffer.rollout_stages import by_adapter
 from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.train_shards import take_shards
-from fusionrl.buffer.training_samples import by_adapter
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.data.prompts import PromptColumns, load_conversations
@@ -26,8 +26,6 @@ from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import counting_lost
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.types import EvalResult, as_eval_output
-
-ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
 
 
 def eval_metrics(data: Mapping[str, EvalResult]) -> dict[str, float]:

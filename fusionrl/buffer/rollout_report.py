@@ -8,24 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.buffer.evaluation import ACCURATE
-from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.staleness import token_numbers, training_version
-from fusionrl.buffer.training_samples import TrainingSamples, best_and_worst
+from fusionrl.buffer.collect import HookBorder
+from fusionrl.buffer.train_shards import TrainingSamples
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.attempts import attempt_shares, attempts_of
-from fusionrl.data.sample import REWARD_LOST, Sample, Status, lacks_reward, trained_amount
+from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, response_mask, trained_amount
 from fusionrl.data.sample_fields import SpecInfo
-from fusionrl.data.sampling import CHANGED
+from fusionrl.data.sampling import CHANGED, UNKNOWN_VERSION
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.formats import as_text, ending, shorten
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rollout.client import TIMED_OUT
 from fusionrl.rollout.image_requests import image_metrics
-from fusionrl.rollout.time_limit import TIMED_OUT
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 
+ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
 Report = tuple[dict[str, float], RolloutFacts | None, list[Glimpse]]
 
 
@@ -279,3 +278,92 @@ def _example(samples: Sequence[Sample], equal: list[list[int]]) -> int | None:
     candidates = [i for group in equal for i in group] or list(range(len(samples)))
     common = Counter(samples[i].status for i in candidates).most_common(1)
     return next((i for i in candidates if samples[i].status == common[0][0]), None)
+
+
+LAST_BIN = 8  # of the histogram: it also counts what is older
+
+
+def training_version(samples: Sequence[Sample], pushed: int | None = None) -> int | None:
+    """Return the version of the weights that will train on these samples: of the last push, or if that is not known, as
+    for samples read from a file, the newest that sampled any of their tokens; None if no token has a version.
+    """
+    versions = [sample.array("weight_versions") for sample in samples]
+    newest = max((int(v.max()) for v in versions if v is not None and len(v)), default=UNKNOWN_VERSION)
+    newest = max(newest, UNKNOWN_VERSION if pushed is None else pushed)
+    return None if newest == UNKNOWN_VERSION else newest
+
+
+def token_numbers(samples: Sequence[Sample], version: int | None) -> tuple[dict[str, float], dict[str, float]]:
+    """Return metrics over the trained tokens of a rollout: of their staleness, and of the distance to a teacher.
+
+    version  `training_version` of the samples
+    """
+    ages: list[Counter[int]] = []  # of each sample's trained tokens whose version is known
+    gaps: list[np.ndarray] = []
+    num_unknown = 0
+    for sample in samples:
+        is_trained, log_probs = response_mask(sample) > 0, sample.array("rollout_log_probs")
+        if sample.teacher_log_probs is not None and log_probs is not None:
+            teacher = np.asarray(sample.teacher_log_probs, np.float64)
+            gaps.append((np.asarray(log_probs, np.float64) - teacher)[is_trained])
+        versions = sample.array("weight_versions")
+        trained = np.full(len(is_trained), UNKNOWN_VERSION)[is_trained] if versions is None else versions[is_trained]
+        known = trained[trained != UNKNOWN_VERSION]
+        num_unknown += len(trained) - len(known)
+        if version is not None:
+            ages.append(Counter(np.maximum(version - known, 0).tolist()))
+    # The mean of log p(student) - log p(teacher) estimates their reverse KL (k1).
+    all_gaps = np.concatenate([np.zeros(0), *gaps])
+    distance = {"rollout/opd_reverse_kl": float(all_gaps.mean())} if all_gaps.size else {}
+    return _staleness_metrics(ages, num_unknown), distance
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(age * count for age, count in counts.items()) / counts.total()
+
+
+def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[str, float]:
+    """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
+
+    ages         of each sample: rollouts trained between sampling weights and training weights -> number of tokens
+    num_unknown  trained tokens of an unknown version
+    """
+    ages = [sample_ages for sample_ages in ages if sample_ages]
+    if not ages:
+        return {}
+    tokens = sum(ages, Counter[int]())
+    samples = Counter(max(sample_ages) for sample_ages in ages)
+    metrics = {
+        "rollout/staleness/token_mean": _mean(tokens),
+        "rollout/staleness/token_max": float(max(tokens)),
+        "rollout/staleness/sample_mean": _mean(samples),
+        "rollout/staleness/sample_max": float(max(samples)),
+    }
+    metrics |= {f"rollout/staleness/tokens/{age}": share for age, share in _histogram(tokens).items()}
+    metrics |= {f"rollout/staleness/samples/{age}": share for age, share in _histogram(samples).items()}
+    if num_unknown:
+        metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + tokens.total())
+    return metrics
+
+
+def _histogram(ages: Counter[int]) -> dict[int, float]:
+    """Age in rollouts -> share, of those that occur and of 0."""
+    shares: Counter[int] = Counter({0: 0})
+    for age, count in ages.items():
+        shares[min(age, LAST_BIN)] += count
+    return {age: shares[age] / ages.total() for age in sorted(shares)}
+
+
+def best_and_worst(samples: Sequence[Sample], rewards: Sequence[float]) -> list[tuple[int, int]]:
+    """For each group whose rewards differ the positions of its first best and its first worst sample.
+
+    Samples that are not trained on are in no pair.
+    """
+    groups: dict[int | None, list[int]] = {}
+    for i, sample in enumerate(samples):
+        if is_trained_on(sample):
+            groups.setdefault(sample.group_index, []).append(i)
+    pairs = [
+        (max(members, key=lambda i: rewards[i]), min(members, key=lambda i: rewards[i])) for members in groups.values()
+    ]
+    return [(best, worst) for best, worst in pairs if rewards[best] > rewards[worst]]

@@ -4,22 +4,27 @@ Each stage is a function of the stage before it, in a file of its own; users' fu
 between them. The collection is the only stage that waits for engines.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from __future__ import annotations
 
-from fusionrl.buffer.collect import Collector, limits_of
-from fusionrl.buffer.hook_border import HookBorder
-from fusionrl.buffer.reject_sampling import AcceptedSamples
-from fusionrl.buffer.rollout_report import mean_metrics, report
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fusionrl.algorithms.stages import SampleBatch
+from fusionrl.buffer.collect import Collector, HookBorder, limits_of
+from fusionrl.buffer.rollout_report import best_and_worst, mean_metrics, report, training_version
 from fusionrl.buffer.sample_files import SampleFiles, TrainedSamples, load_samples, save_samples
-from fusionrl.buffer.staleness import StepStaleness, training_version
-from fusionrl.buffer.stream import Batch
-from fusionrl.buffer.train_shards import cut
-from fusionrl.buffer.training_samples import by_adapter, choose, pooled, score
+from fusionrl.buffer.train_shards import StepStaleness, TrainingSamples, cut
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError
 from fusionrl.config.off_policy import corrects_by_default
-from fusionrl.data.sample import Sample, is_trained_on
+from fusionrl.config.run_parts import estimator_of
+from fusionrl.data.adapter_column import check_adapter
+from fusionrl.data.attempts import attempts_of
+from fusionrl.data.convert import check_rewards, samples_of
+from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
@@ -27,7 +32,13 @@ from fusionrl.observe.spans import phase, span
 from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.flops import Work
 from fusionrl.plan.plan import Plan
+from fusionrl.rewards.length import length_reward
+from fusionrl.rollout.types import Limits, check_samples
 from fusionrl.rollout.weight_versions import warn_once
+
+if TYPE_CHECKING:
+    from fusionrl.buffer.reject_sampling import AcceptedSamples
+    from fusionrl.buffer.stream import Batch
 
 
 @dataclass
@@ -154,3 +165,132 @@ def warn_without_log_probs(samples: Sequence[Sample], config: Config) -> None:
             f" {config.run.pipeline}, does nothing in such rollouts: tokens of older weights are taken for tokens of"
             " the newest. Let your function set them (docs/guides/agents.md), or give --no-use-tis",
         )
+
+
+def by_adapter(samples: list[Sample], names: Sequence[str]) -> dict[str | None, list[Sample]]:
+    """Divide a rollout's samples by the adapter that learns from them; {None: samples} with fewer than two `names`.
+
+    Raises:
+        ValueError: a sample names none of them.
+    """
+    if len(names) < 2:
+        return {None: samples}
+    for sample in samples:
+        check_adapter(sample, names)
+    parts = {name: [sample for sample in samples if sample.adapter == name] for name in names}
+    return {name: members for name, members in parts.items() if members}
+
+
+def pooled(parts: Sequence[TrainingSamples]) -> TrainingSamples:
+    """Return the samples of several adapters one after the other, as they came from `score`."""
+    if len(parts) == 1:
+        return parts[0]
+    samples = [sample for part in parts for sample in part.samples]
+    return TrainingSamples(
+        samples, [r for part in parts for r in part.rewards], [r for part in parts for r in part.raw]
+    )
+
+
+def score(samples: list[Sample], config: Config, border: HookBorder) -> TrainingSamples:
+    """Return the rewards of a rollout's samples; those of --mode sft are 0. HookError, ValueError: it has none."""
+    if config.run.mode == "sft":
+        zeros = [0.0] * len(samples)
+        return TrainingSamples(samples, zeros, zeros)
+    post_process = border.hook("custom_reward_post_process_path")
+    if post_process is None:
+        raw = [0.0 if lacks_reward(sample) else _value(sample, config.reward.reward_key) for sample in samples]
+        longest = config.rollout.rollout_max_response_len
+        lengths = [length_reward(sample.response_length, longest, config.reward) for sample in samples]
+        shaped = [reward + penalty for reward, penalty in zip(raw, lengths, strict=True)]
+        return TrainingSamples(samples, group_advantages(samples, shaped, config), raw)
+    return _post_processed(samples, post_process(border.args(), samples), post_process.where)
+
+
+def _post_processed(samples: list[Sample], output: object, where: str) -> TrainingSamples:
+    """Return the rewards as the function of --custom-reward-post-process-path returned them: (raw, rewards)."""
+    if not isinstance(output, tuple | list) or len(output) != 2:
+        raise HookError(f"{where}: it returned {type(output).__name__}; a tuple (raw rewards, rewards) is wanted")
+    raw, rewards = output
+    if len(raw) != len(samples) or len(rewards) != len(samples):
+        raise ValueError(f"{where}: it returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples")
+    raw, rewards = [float(r) for r in raw], [float(r) for r in rewards]
+    check_rewards(raw, rewards, where)
+    return TrainingSamples(samples, rewards, raw)
+
+
+def _value(sample: Sample, key: str | None) -> float:
+    try:
+        return reward_value(sample.reward, key, "--reward-key")
+    except ValueError as error:
+        raise ValueError(f"sample {sample.index}: {error}") from error
+
+
+def group_advantages(samples: Sequence[Sample], rewards: list[float], config: Config) -> list[float]:
+    """Compare each sample's reward with its siblings'; untouched where the trainers' estimator does it."""
+    algorithm = config.algorithm
+    estimator = estimator_of(algorithm)
+    stage = estimator.group_stage(is_plain=algorithm.disable_grpo_std_normalization)
+    is_left = algorithm.disable_rewards_normalization or algorithm.policy_loss == "dpo"
+    if is_left or stage is None or config.run.mode != "rl":
+        return rewards
+    groups = [s.group_index if s.group_index is not None else -1 - i for i, s in enumerate(samples)]
+    batch = SampleBatch(
+        np.asarray(rewards, np.float64),
+        np.array(groups),
+        lengths=np.array([trained_amount(sample) for sample in samples]),
+        baselines=_baselines(samples, algorithm.advantage_estimator) if estimator.needs_greedy_answer else None,
+        k=algorithm.pass_k,
+        scored=np.array([not lacks_reward(sample) for sample in samples], bool),
+        attempts=attempts_of(samples),
+    )
+    return stage(batch).tolist()
+
+
+def _baselines(samples: Sequence[Sample], estimator: str) -> np.ndarray:
+    """[n] reward of the greedy answer to each sample's prompt, shaped as rewards are; 0 where it counts for nothing."""
+    missing = [sample.index for sample in samples if sample.baseline_reward is None and is_trained_on(sample)]
+    if missing:
+        raise ValueError(
+            f"--advantage-estimator {estimator}: sample {missing[0]} has no baseline_reward, that of a greedy answer"
+            " to its prompt; the default rollout sets it, a function of --rollout-function-path has to"
+        )
+    return np.array([sample.baseline_reward or 0.0 for sample in samples], np.float64)
+
+
+def choose(
+    scored: TrainingSamples, config: Config, num_steps: int, limits: Limits, border: HookBorder
+) -> TrainingSamples:
+    """Choose what the `num_steps` optimizer steps of a rollout train on.
+
+    limits  of numbers in the samples that --custom-convert-samples-to-train-data-path returns
+    """
+    if config.run.mode == "sft":
+        return scored
+    chosen = scored
+    if convert := border.hook("custom_convert_samples_to_train_data_path"):
+        data = convert(border.args(), list(scored.samples))  # a list of its own: it may sort it
+        converted = samples_of(data, scored.samples, convert.where)
+        check_samples(convert.field, convert.path, converted[0], limits)
+        chosen = TrainingSamples(*converted, has_indices=isinstance(data, dict) and "sample_indices" in data)
+    return pair_up(chosen, num_steps) if config.algorithm.policy_loss == "dpo" else chosen
+
+
+def pair_up(chosen: TrainingSamples, num_steps: int) -> TrainingSamples:
+    """DPO: the pairs of the rollout, chosen (+1) and rejected (-1) side by side, with what belongs to them.
+
+    If there are fewer pairs than optimizer steps, removed samples fill up the rest; they train nothing.
+    """
+    pairs = best_and_worst(chosen.samples, chosen.rewards)
+    members = [i for pair in pairs for i in pair]
+    num_blank = max(0, num_steps - len(pairs))
+    first = chosen.samples[0]
+    blanks = [replace(first, remove_sample=True, group_index=-2 - i // 2) for i in range(2 * num_blank)]
+    positions = members + [0] * len(blanks)
+    return TrainingSamples(
+        [chosen.samples[i] for i in members] + blanks,
+        [1.0, -1.0] * (len(pairs) + num_blank),
+        [chosen.raw[i] for i in positions],
+        {name: [values[i] for i in positions] for name, values in chosen.extra.items()},
+        by_groups=True,
+        has_indices=chosen.has_indices,
+    )

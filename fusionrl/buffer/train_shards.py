@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fusionrl.base.process import give_freed_back
-from fusionrl.buffer.staleness import StepStaleness, is_current
-from fusionrl.buffer.training_samples import TrainingSamples
+from fusionrl.config.config import Config
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.attempts import attempts_of
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
@@ -28,6 +28,26 @@ from fusionrl.plan.plan import Plan
 
 Ref = TypeVar("Ref")  # a reference to a shard in the object store
 PACKED_AT_ONCE = 512  # samples; what is converted of them is in memory twice for a moment
+
+
+@dataclass
+class TrainingSamples:
+    """Samples in the order in which they are trained on, with their rewards and a user's columns.
+
+    rewards      [n] what is trained on: with penalties for length, normalised over each group where the estimator says
+                 so
+    raw          [n] as the reward function gave them; 0 for a sample without one
+    extra        a user's columns: one value a sample
+    by_groups    no optimizer step begins within a group
+    has_indices  the samples are those of the rollout, or others that have their indices
+    """
+
+    samples: list[Sample]
+    rewards: list[float]
+    raw: list[float]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    by_groups: bool = False
+    has_indices: bool = True
 
 
 def cut(
@@ -349,3 +369,58 @@ def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[
     if experts is not None:
         padded[: len(experts)] = experts
     return padded
+
+
+@dataclass
+class StepStaleness:
+    """Counts over the shards of a rollout, of which each is added once.
+
+    newest         version of the weights that train it: rollouts that have trained them
+    num_untrained  first rollouts of the run that do not train the policy (--num-critic-only-steps)
+    """
+
+    newest: int
+    num_untrained: int = 0
+    num_tokens: int = 0
+    total: float = 0.0
+    most: int = 0
+
+    @classmethod
+    def of(cls, newest: int, config: Config) -> StepStaleness:
+        has_critic = estimator_of(config.algorithm).role == "critic"
+        return cls(newest, config.critic.num_critic_only_steps if has_critic else 0)
+
+    def add(self, shard: TrainShard) -> None:
+        """Count the trained tokens of a shard. A token trained in the first step by the weights that sampled it is 0
+        steps old. Steps that were skipped count.
+        """
+        versions = shard.fields.get("weight_versions")
+        if versions is None or self.newest < self.num_untrained:
+            return
+        step_of = np.full(shard.num_samples, -1, np.int64)
+        for index, step in enumerate(shard.steps):
+            step_of[[i for group in step.micro_batches for i in group]] = index
+        index_of = np.repeat(step_of, shard.response_lengths)
+        counts = (shard.fields["loss_mask"] > 0) & (versions != UNKNOWN_VERSION) & (index_of >= 0)
+        sampled = np.maximum(versions[counts].astype(np.int64), self.num_untrained)
+        ages = np.maximum(self.newest - sampled, 0) * len(shard.steps) + index_of[counts]
+        self.num_tokens += len(ages)
+        self.total += float(ages.sum())
+        self.most = max(self.most, int(ages.max(initial=0)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return mean and maximum over tokens; nothing where no version is known."""
+        if not self.num_tokens:
+            return {}
+        return {
+            "rollout/steps_since_sampled/mean": self.total / self.num_tokens,
+            "rollout/steps_since_sampled/max": float(self.most),
+        }
+
+
+def is_current(sample: Sample, version: int) -> np.ndarray:
+    """[response_length] bool: False where weights that are known to be older than `version` sampled the token."""
+    versions = sample.array("weight_versions")
+    if versions is None:
+        return np.ones(sample.response_length, bool)
+    return (versions >= version) | (versions == UNKNOWN_VERSION)

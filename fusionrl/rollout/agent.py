@@ -34,8 +34,7 @@ from fusionrl.data.sample_images import add_images, as_ref
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import part
-from fusionrl.rollout.image_requests import may_not_return, with_images
-from fusionrl.rollout.model_turn import (
+from fusionrl.rollout.generate import (
     SamplingParams,
     clear_response,
     generate_turn,
@@ -43,6 +42,7 @@ from fusionrl.rollout.model_turn import (
     prompt_tokens,
     room,
 )
+from fusionrl.rollout.image_requests import may_not_return, with_images
 from fusionrl.rollout.tools import PythonTool, Tool, ToolAnswer, ToolError, tool_name
 from fusionrl.rollout.types import NO_ROOM_AFTER
 

@@ -1,11 +1,156 @@
 """`post` of a user's function: what the policy's engines answer is noted for the weight versions."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fusionrl.data.image_rows import image_file
+from fusionrl.data.image_store import IMAGES
+from fusionrl.data.images import image_size
+from fusionrl.engines.images import MediaTokens, check_images, image_groups
 from fusionrl.engines.post_request import post as _post
-from fusionrl.rollout.function_requests import FunctionRequest
-from fusionrl.rollout.weight_versions import answers_of, note_answer
+from fusionrl.rollout.image_requests import check_expanded, media_tokens
+from fusionrl.rollout.weight_versions import EngineAnswers, answered_tokens, answers_of, note_answer, places_of
+
+_BEFORE = 2  # tokens before an answer, without which a placeholder at its start could be a prompt's
+
+
+@dataclass(frozen=True)
+class FunctionRequest:
+    """A request to /generate with `input_ids`.
+
+    payload      as engines take it, of the prompts that they may get; None: of none
+    prompts      as the function has given them
+    num_tokens   of each prompt, with all tokens of its images; None: it has none, or their sizes are not known
+    is_sent      of each prompt; the others hold a placeholder that the model has sampled
+    num_answers  to each prompt
+    is_batch     it has a list of prompts
+    media        ids of the model's media
+    """
+
+    payload: Mapping[str, object] | None
+    prompts: list[list[int]]
+    num_tokens: list[int | None]
+    is_sent: list[bool]
+    num_answers: int
+    is_batch: bool
+    media: MediaTokens
+
+    @classmethod
+    def of(cls, payload: Mapping[str, object], barred: Sequence[np.ndarray]) -> FunctionRequest | None:
+        """Return a function's request; None: it has no ids, or the model does not see.
+
+        Functions for slime send ids in which each image has all its placeholders.
+
+        barred  tokens that no engine may get back, as `read` notes them
+
+        Raises:
+            ValueError: an image cannot be read, or the ids have not one placeholder, or all, of each image.
+        """
+        media, ids = media_tokens(), payload.get("input_ids")
+        if media is None or not isinstance(ids, list) or not ids:
+            return None
+        is_batch = isinstance(ids[0], list)
+        prompts = ids if is_batch else [ids]
+        groups = image_groups(payload.get("image_data") or None, len(prompts), is_batch)
+        is_sent = [not any(_holds(prompt, part) for part in barred) for prompt in prompts]
+        taken = [
+            _as_engines_take(prompt, images, media) if sends else (prompt, None)
+            for prompt, images, sends in zip(prompts, groups, is_sent, strict=True)
+        ]
+        request: dict[str, object] | None = None
+        if any(is_sent):
+            request = {name: _chosen(value, is_sent) if is_batch else value for name, value in payload.items()}
+            values = {"input_ids": [tokens for tokens, _ in taken], "image_data": groups if any(groups) else None}
+            for name, value in values.items():
+                request[name] = value and (_chosen(value, is_sent) if is_batch else value[0])
+            if request["image_data"] is None:
+                del request["image_data"]
+            check_images(request, media)
+        params = payload.get("sampling_params")
+        params = params[0] if isinstance(params, list) and params else params
+        num_answers = params.get("n") if isinstance(params, Mapping) else None
+        num_answers = num_answers if isinstance(num_answers, int) else 1
+        return cls(request, prompts, [number for _, number in taken], is_sent, num_answers, is_batch, media)
+
+    def read(self, answer: object, answers: EngineAnswers) -> None:
+        """Check what the engines have answered, and note the tokens that no engine may get back.
+
+        Raises:
+            AnswerError: an engine has read another number of tokens.
+        """
+        sent = [item for item in zip(self.prompts, self.num_tokens, self.is_sent, strict=True) if item[2]]
+        asked = [(prompt, number) for prompt, number, _ in sent for _ in range(self.num_answers)]
+        for one, (prompt, number) in zip(answer if isinstance(answer, list) else [answer], asked, strict=False):
+            meta = one.get("meta_info") if isinstance(one, dict) else None
+            if not isinstance(meta, dict):
+                continue
+            reason = meta.get("finish_reason")
+            if number is not None and not (isinstance(reason, dict) and reason.get("type") == "abort"):
+                check_expanded(meta.get("prompt_tokens"), number, "the request")
+            tokens = answered_tokens(one)
+            if self.media.bar(tokens):
+                places = np.flatnonzero(np.isin(tokens, self.media.known))
+                end = places[0] + 1 if len(places) else len(tokens)
+                answers.barred.append(np.concatenate([np.array(prompt[-_BEFORE:], np.int32), tokens[:end]]))
+
+    def whole(self, answer: object) -> object:
+        """Return the engines' answers with those to the other prompts: no token, as at the limit of length."""
+        if all(self.is_sent):
+            return answer
+        given = iter(answer if isinstance(answer, list) else [answer])
+        each = zip(self.prompts, self.is_sent, strict=True)
+        whole = [next(given) if sent else _cut_off(ids) for ids, sent in each for _ in range(self.num_answers)]
+        return whole if self.is_batch or len(whole) > 1 else whole[0]
+
+
+def _holds(prompt: list[int], part: np.ndarray) -> bool:
+    return next(places_of(part, np.array(prompt, np.int32)), None) is not None
+
+
+def _chosen(value: object, is_chosen: Sequence[bool]) -> object:
+    """The values of some prompts, where there is one for each."""
+    if not isinstance(value, list) or len(value) != len(is_chosen):
+        return value
+    return [one for one, chosen in zip(value, is_chosen, strict=True) if chosen]
+
+
+def _as_engines_take(ids: list[int], images: Sequence[object], media: MediaTokens) -> tuple[list[int], int | None]:
+    """(ids with one placeholder for each image, how many there are with all), the latter None where it is not known."""
+    if not images:
+        return ids, None
+    try:
+        counts = [_num_tokens(image) for image in images]
+    except ValueError:
+        if ids.count(media.image) != len(images):
+            raise
+        return ids, None  # the engine may read what is not read here
+    if ids.count(media.image) == len(images):
+        return ids, len(ids) + sum(counts) - len(counts)
+    tokens = np.array(ids, np.int32)
+    is_image = tokens == media.image
+    edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
+    if (runs := np.diff(edges)[:, 0].tolist()) != counts:
+        raise ValueError(f"input_ids have runs of {runs} placeholders, and the images have {counts} tokens")
+    is_image[edges[:, 0]] = False  # the first of each stays
+    return tokens[~is_image].tolist(), len(ids)
+
+
+def _num_tokens(image: object) -> int:
+    limits = IMAGES.engine_limits
+    assert limits is not None, "the store was not told the model's settings of images"
+    return limits.num_tokens(*limits.fit(*image_size(image_file(image, Path()).content)))
+
+
+def _cut_off(prompt: list[int]) -> dict[str, object]:
+    counts = {"prompt_tokens": len(prompt), "completion_tokens": 0, "cached_tokens": 0}
+    meta = {"id": "", "finish_reason": {"type": "length", "length": 0}, "output_token_logprobs": [], **counts}
+    return {"text": "", "output_ids": [], "meta_info": meta}
 
 
 async def post(

@@ -1,8 +1,8 @@
 """The default rollout: prompts → samples by the engines behind the router → rewards → filter.
 
 `generate_rollout` is synchronous, as slime's is; the Buffer runs it in a thread of its own. Inside, one event loop
-keeps a bounded number of requests in flight. The functions here have slime's signatures; `model_turn.py` makes one turn
-of a sample, `generate.py` a sample and a group.
+keeps a bounded number of requests in flight. The functions here have slime's signatures; `generate.py` makes turns,
+samples and groups, by the clients of `client.py`.
 """
 
 import asyncio
@@ -15,29 +15,36 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from fusionrl.data.sample import Sample
+from fusionrl.config.eval_sets import EvalSet, eval_sets
+from fusionrl.config.hooks import HookError, call_hook
+from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.sample import Sample, reward_value
+from fusionrl.data.sample_images import keep_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import abort_all
-from fusionrl.rollout.evaluation import evaluate_sets
+from fusionrl.rollout.client import GenerateState, RolloutClient, get_rollout_num_engines, sampling_params
 from fusionrl.rollout.generate import (
     SampleContext,
-    apply_filter,
+    SamplingParams,
     as_list,
+    generate,
     generate_and_score,
     generate_group,
     generate_siblings,
-)
-from fusionrl.rollout.generate_state import GenerateState, RolloutClient, get_rollout_num_engines, sampling_params
-from fusionrl.rollout.model_turn import (
-    SamplingParams,
-    generate,
     generate_turn,
     prompt_tokens,
     room,
     stream_generate,
 )
 from fusionrl.rollout.teacher import Teacher
-from fusionrl.rollout.types import DataSource, RolloutAborted, RolloutFnEvalOutput, RolloutFnTrainOutput
+from fusionrl.rollout.types import (
+    DataSource,
+    DynamicFilterOutput,
+    EvalResult,
+    RolloutAborted,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+)
 
 __all__ = [
     "GenerateState",
@@ -253,3 +260,92 @@ def _mask_earlier(group: list[Sample]) -> None:
     for sample in group:
         if sample.response_length:
             sample.loss_mask = np.zeros(sample.response_length, np.int32)
+
+
+_prompts: dict[str, list[Sample]] = {}  # by everything that decides how the prompts of a set are read
+
+
+async def evaluate_sets(args: Namespace) -> RolloutFnEvalOutput:
+    """Evaluate every set of --eval-prompt-data or --eval-config."""
+    async with RolloutClient(args) as client:
+        data = {eval_set.name: await _evaluate_set(args, eval_set) for eval_set in eval_sets(args)}
+        return RolloutFnEvalOutput(data, client.retries("eval"))
+
+
+def eval_sampling_params(params: SamplingParams, eval_set: EvalSet) -> SamplingParams:
+    """The sampling parameters of a rollout with the settings of an evaluation set."""
+    params = params | {
+        "temperature": eval_set.temperature,
+        "top_p": eval_set.top_p,
+        "top_k": eval_set.top_k,
+        "max_new_tokens": eval_set.max_response_len,
+        "min_new_tokens": eval_set.min_new_tokens,
+    }
+    for name in ("stop", "stop_token_ids", "repetition_penalty"):
+        params.pop(name, None)
+        if value := getattr(eval_set, name):
+            params[name] = value
+    return params
+
+
+async def _evaluate_set(args: Namespace, eval_set: EvalSet) -> EvalResult:
+    """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
+    set_args = copy.copy(args)
+    set_args.rm_type, set_args.custom_rm_path = eval_set.rm_type, eval_set.custom_rm_path
+    set_args.eval_reward_key = eval_set.reward_key
+    set_args.custom_generate_function_path = eval_set.custom_generate_function_path
+    set_args.group_rm = args.group_rm and eval_set.custom_rm_path is not None
+    context, params = SampleContext.of_args(set_args), eval_sampling_params(sampling_params(args), eval_set)
+    flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
+    samples = _samples_of(_prompts_of(args, eval_set, flag), eval_set)
+    groups = [sample.group_index for sample in samples]
+    results = await asyncio.gather(*(generate_and_score(context, s, dict(params), evaluation=True) for s in samples))
+    samples = []
+    for index, result in zip(groups, results, strict=True):
+        for sample in as_list(result):
+            sample.group_index = index  # also where a user's function made the sample
+            samples.append(sample)
+    flag = "--eval-reward-key" if args.eval_config is None else f"{flag}: set {eval_set.name}: reward_key"
+    return {  # an answer that was never scored is a wrong one
+        "rewards": [0.0 if s.reward is None else reward_value(s.reward, eval_set.reward_key, flag) for s in samples],
+        "truncated": [s.status == Sample.Status.TRUNCATED for s in samples],
+        "samples": samples,
+    }
+
+
+def _prompts_of(args: Namespace, eval_set: EvalSet, flag: str) -> list[Sample]:
+    has_own = eval_set.custom_generate_function_path is not None
+    columns = PromptColumns.of(args, has_own).of_set(eval_set, has_own)
+    key = repr((args.hf_checkpoint, eval_set.path, columns))
+    if key not in _prompts:
+        _prompts[key] = load_prompts(eval_set.path, load_tokenizer(args.hf_checkpoint), columns, flag).samples
+    return _prompts[key]
+
+
+def _samples_of(prompts: list[Sample], eval_set: EvalSet) -> list[Sample]:
+    samples: list[Sample] = []
+    for group, prompt in enumerate(prompts):
+        for _ in range(eval_set.n_samples_per_eval_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = group, len(samples)
+            sample.metadata.update(copy.deepcopy(eval_set.metadata_overrides))
+            samples.append(sample)
+    return samples
+
+
+def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:
+    """Ask the dynamic sampling filter `path`, if there is one, about a finished group; a bare bool is accepted.
+
+    Raises HookError if it raised, or returned something else.
+    """
+    if path is None:
+        return DynamicFilterOutput(True)
+    verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
+    keep_images(group)
+    if isinstance(verdict, bool | np.bool_):
+        return DynamicFilterOutput(bool(verdict))
+    if not hasattr(verdict, "keep"):
+        problem = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {problem}", group)
+    fallback = bool(getattr(verdict, "keep_when_insufficient", False))
+    return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)

@@ -11,8 +11,8 @@ import ray
 from ray.actor import ActorHandle
 
 from fusionrl.buffer.actor import Rollout
+from fusionrl.buffer.collect import EngineEndpoints
 from fusionrl.buffer.evaluation import MixedVersions
-from fusionrl.buffer.hook_border import EngineEndpoints
 from fusionrl.config.user_code import HookError
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import root_cause

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.buffer.hook_border import EngineEndpoints
+from fusionrl.buffer.collect import EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.engines.router import Router

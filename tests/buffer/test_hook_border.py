@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.base.environment import ROUTER_KEY
-from fusionrl.buffer.hook_border import EngineEndpoints, HookBorder
+from fusionrl.buffer.collect import EngineEndpoints, HookBorder
 from fusionrl.config.config import Config
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.models.shape import read_model_shape

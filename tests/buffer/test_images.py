@@ -37,7 +37,7 @@ from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.plan import make_plan
-from fusionrl.rollout import evaluation
+from fusionrl.rollout import sglang_rollout
 from tests.tiny_vision import config_of, make_processor
 
 ROOT = Path(__file__).parents[2]
@@ -314,7 +314,7 @@ def test_an_evaluation_set_has_its_own_keys_and_limits(model: Path, data: Path, 
         }
     )
     args = config.to_args()
-    trained, small, own = (evaluation._prompts_of(args, each, "--eval-config") for each in eval_sets(args))
+    trained, small, own = (sglang_rollout._prompts_of(args, each, "--eval-config") for each in eval_sets(args))
     sizes = [[image.num_tokens for sample in of for _, image in sample.image_spans] for of in (trained, small, own)]
     assert sizes == [[4] * 8, [1] * 8, [4] * 8]
 

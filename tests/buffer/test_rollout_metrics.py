@@ -8,10 +8,10 @@ import pytest
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.stages import SampleBatch
 from fusionrl.buffer.evaluation import MixedVersions, check_one_version, eval_metrics, eval_table
-from fusionrl.buffer.rollout_report import rollout_facts, rollout_metrics, set_metrics, teaches_nothing
-from fusionrl.buffer.staleness import StepStaleness
-from fusionrl.buffer.stream_metrics import StreamClock, TokenCounts, prefilled_again, reason_of, state_numbers
-from fusionrl.buffer.training_samples import best_and_worst, group_advantages
+from fusionrl.buffer.rollout_report import best_and_worst, rollout_facts, rollout_metrics, set_metrics, teaches_nothing
+from fusionrl.buffer.rollout_stages import group_advantages
+from fusionrl.buffer.stream_state import StreamClock, TokenCounts, prefilled_again, reason_of, state_numbers
+from fusionrl.buffer.train_shards import StepStaleness
 from fusionrl.checks.training import OF_GROUPS
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer.actor import BufferActor
-from fusionrl.buffer.stream import check_bound
-from fusionrl.buffer.stream_thread import LoopThread
+from fusionrl.buffer.stream import LoopThread, check_bound
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.observe.rollouts import list_rollouts

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer import stream_batches
-from fusionrl.buffer.admission import AdmissionSource
 from fusionrl.buffer.stream import Groups
-from fusionrl.buffer.stream_batches import BatchStream
+from fusionrl.buffer.stream_batches import AdmissionSource, BatchStream
 from fusionrl.compat.slime.api import fully_async
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.event_loop import run
+from fusionrl.rollout.client import run
 from tests.buffer import batch_hooks
 from tests.buffer.test_stream import Make, stream
 from tests.own_process import wait_until

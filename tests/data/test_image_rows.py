@@ -27,7 +27,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import add_images, adopt_images, as_ref, images_of, prompt_of, set_images
 from fusionrl.data.sample_json import images_in, pack_sample, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.model_turn import clear_response, prompt_tokens
+from fusionrl.rollout.generate import clear_response, prompt_tokens
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from tests.tiny_vision import CHAT_TEMPLATE, IMAGE, VIDEO, make_processor
 

@@ -25,7 +25,7 @@ MAY_NAME_A_KIND = {
     "models/shape.py",
     *(f"models/families/{file}.py" for file in ("llama", "mixtures", "hybrids")),
     *("trainer/layers.py", "trainer/gated_delta.py"),
-    *("trainer/routing.py", "trainer/policy.py", "buffer/hook_border.py"),
+    *("trainer/routing.py", "trainer/policy.py", "buffer/collect.py"),
 }
 
 

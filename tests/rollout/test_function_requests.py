@@ -19,7 +19,7 @@ from fusionrl.data.processor_files import ProcessorFiles
 from fusionrl.data.sample import Sample
 from fusionrl.engines.answer_checks import AnswerError
 from fusionrl.rollout import engine_post
-from fusionrl.rollout.function_requests import FunctionRequest
+from fusionrl.rollout.engine_post import FunctionRequest, post
 from fusionrl.rollout.image_requests import barred_parts, image_metrics
 from fusionrl.rollout.weight_versions import noting_answers
 from tests.tiny_vision import image_numbers
@@ -73,7 +73,7 @@ def posts(*requests: tuple[object, object], n: int = 1) -> list[Any]:
         with noting_answers(["http://engine"]):
             fields = [{"input_ids": ids, "image_data": images} for ids, images in requests]
             params = {"sampling_params": {"n": n}}
-            return [await engine_post.post("http://engine/generate", {**one, **params}) for one in fields]
+            return [await post("http://engine/generate", {**one, **params}) for one in fields]
 
     return asyncio.run(ask())
 

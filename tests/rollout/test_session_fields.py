@@ -11,7 +11,7 @@ from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
 from fusionrl.rollout.sessions.messages import Refused, TurnRequest
-from fusionrl.rollout.sessions.segments import Segments
+from fusionrl.rollout.sessions.session import Segments
 from tests.tiny_model import make_byte_tokenizer
 
 ASK = [{"role": "user", "content": "Hi"}]

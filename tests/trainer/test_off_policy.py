@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fusionrl.buffer.rollout_stages import warn_without_log_probs
-from fusionrl.buffer.staleness import check_bound
+from fusionrl.buffer.stream_state import check_bound
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.convert import samples_of

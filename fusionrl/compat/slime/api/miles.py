@@ -10,7 +10,7 @@ from fusionrl.compat.slime.api.rollouts import eval_rollout
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import sglang_rollout
 from fusionrl.rollout.agent import run_agent
-from fusionrl.rollout.generate_state import GenerateState
+from fusionrl.rollout.client import GenerateState
 from fusionrl.rollout.miles_inputs import (
     GenerateFnInput,
     GenerateFnOutput,
@@ -20,7 +20,7 @@ from fusionrl.rollout.miles_inputs import (
     RolloutFnOutput,
     RolloutFnTrainInput,
 )
-from fusionrl.rollout.sessions.generate import Agent, generate_by
+from fusionrl.rollout.sessions import Agent, generate_by
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 _SHORTEST_OUTPUT, _LONGEST_OUTPUT = 32 << 10, 64 << 10  # tokens of `generate_with_random_osl`

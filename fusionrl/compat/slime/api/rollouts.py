@@ -12,8 +12,7 @@ from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import sglang_rollout
-from fusionrl.rollout.generate import SampleContext, apply_sample_hooks
-from fusionrl.rollout.model_turn import SamplingParams
+from fusionrl.rollout.generate import SampleContext, SamplingParams, apply_sample_hooks
 from fusionrl.rollout.types import (
     DynamicFilterOutput,
     RolloutFnEvalOutput,

@@ -1,31 +1,36 @@
 """State that the functions of a rollout share, from any thread and event loop: client, semaphore, `GenerateState`.
 
-The default rollout opens a client for its own event loop and puts it on `args`. A user's rollout function has
-loops of its own (`asyncio.run`, a worker's thread, `fusionrl.rollout.event_loop.run`): there the first `generate` opens
-a client, which is closed when the loop ends.
+The default rollout opens a client for its own event loop and puts it on `args`. A user's rollout function has loops of
+its own (`asyncio.run`, a worker's thread, `run` here): there the first `generate` opens a client, which is closed when
+the loop ends. Objects bound to a loop (connections, a semaphore) are made for each loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
+import logging
+import threading
+import time
 import weakref
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fusionrl.config.engine_groups import has_pairs
 from fusionrl.data.processor import Processor, load_processor
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
-from fusionrl.rollout.event_loop import LoopSemaphore, close_with_loop
 from fusionrl.rollout.image_requests import media_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 MOST_REQUESTS = 512  # for each engine, where `args` do not say
 _Ends = tuple[str, tuple[str, ...]]
@@ -240,3 +245,170 @@ class RolloutClient:
     async def __aexit__(self, *exc: object) -> None:
         self._open.__exit__(None, None, None)
         await self._client.close()
+
+
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[object, object, T]) -> T:
+    """Run a coroutine on one event loop that lives as long as the process, and wait for its result.
+
+    For rollout functions, which are synchronous; sessions that they open there stay usable in the next rollout.
+    """
+    return asyncio.run_coroutine_threadsafe(coroutine, process_loop()).result()
+
+
+@functools.cache
+def process_loop() -> asyncio.AbstractEventLoop:
+    """Return that loop, which runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="plugin-loop", daemon=True).start()
+    return loop
+
+
+class LoopSemaphore:
+    """A semaphore for any event loop: each loop has `limit` places of its own."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LoopSemaphore:
+        return self  # it belongs to the process, also where a hook copies its `args`
+
+    def _own(self) -> asyncio.Semaphore:
+        return self._of_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.limit))
+
+    async def acquire(self) -> bool:
+        return await self._own().acquire()
+
+    def release(self) -> None:
+        self._own().release()
+
+    @property
+    def _value(self) -> int:
+        """Places that are free on the running loop; all of them where none runs."""
+        try:
+            return self._own()._value
+        except RuntimeError:
+            return self.limit
+
+    def locked(self) -> bool:
+        return self._own().locked()
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.release()
+
+
+_waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None, None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def close_with_loop(close: Callable[[], Awaitable[object]]) -> None:
+    """Let the running event loop await `close()` when it ends.
+
+    A loop that ends by `asyncio.run` closes the asynchronous generators that wait in it; so one waits here.
+    """
+
+    async def wait() -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            await close()
+
+    waiting = wait()
+    try:
+        waiting.__anext__().send(None)  # up to the yield, which awaits nothing
+    except StopIteration:
+        _waiting.setdefault(asyncio.get_running_loop(), []).append(waiting)
+
+
+GENERATED, SCORED = "generated", "scored"
+
+
+class SamplesInFlight:
+    """Counts samples. Thread-safe: a stream and an evaluation may be at work at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._now: dict[object, tuple[str, int | None, float]] = {}
+        self._num_scored = self._num_tokens = 0
+
+    @contextmanager
+    def note(self, stage: str, sample: Sample) -> Iterator[None]:
+        """Note within the block that the sample is generated, or scored."""
+        key = object()
+        with self._lock:
+            self._now[key] = (stage, sample.index, self._clock())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._now[key]
+
+    def scored(self, sample: Sample) -> None:
+        with self._lock:
+            self._num_scored += 1
+            self._num_tokens += sample.response_length
+
+    def describe(self) -> str:
+        """Return the counts in words; "" if no sample is in flight."""
+        with self._lock:
+            now, num_scored, num_tokens = list(self._now.values()), self._num_scored, self._num_tokens
+        texts = []
+        for stage in (GENERATED, SCORED):
+            samples = [(since, index) for kind, index, since in now if kind == stage]
+            if samples:
+                since, index = min(samples, key=lambda entry: entry[0])
+                oldest = f"{'one' if index is None else f'sample {index}'} for {self._clock() - since:.0f} s"
+                noun = "samples are" if len(samples) > 1 else "sample is"
+                texts.append(f"{len(samples)} {noun} being {stage} ({oldest})")
+        ends = f"{num_scored} are finished since the start, with {num_tokens} tokens"
+        return f"{', '.join(texts)}; {ends}" if texts else ""
+
+
+samples_in_flight = SamplesInFlight()  # of this process
+
+
+TIMED_OUT = "timed_out"  # in the metadata of a sample: the time limit that it passed, in seconds
+
+
+_GRACE_S = 5.0  # for a function to end when it is cancelled
+
+
+async def within(
+    limit_s: float | None, sample: Sample, making: Coroutine[Any, Any, Sample | list[Sample]]
+) -> Sample | list[Sample]:
+    """Return what `making` makes of a sample; after `limit_s` another sample, as it was before, FAILED."""
+    if limit_s is None:
+        return await making
+    blank = copy.deepcopy(sample)
+    task = asyncio.ensure_future(making)
+    try:
+        await asyncio.wait({task}, timeout=limit_s)
+        if task.done():
+            return task.result()
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=_GRACE_S)  # it still uses the client, which is closed after this
+        raise
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=_GRACE_S)
+    if done and not task.cancelled() and (error := task.exception()) is not None:
+        logger.debug("sample %s raised when it was ended: %s", sample.index, error)  # the limit is the cause
+    more = "" if done else "; its function does not end, and is left to itself"
+    logger.warning(
+        "--sample-timeout %g: sample %s is not finished; it is not trained on%s", limit_s, sample.index, more
+    )
+    if not blank.num_tokens and blank.prompt_tokens is not None:
+        blank.tokens = blank.prompt_tokens
+    blank.metadata = {**(blank.metadata or {}), TIMED_OUT: limit_s}
+    blank.status = Sample.Status.FAILED
+    return blank
