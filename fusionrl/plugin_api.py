@@ -19,8 +19,9 @@ from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.math_dapo_utils import compute_score
 from fusionrl.rewards.math_utils import grade_answer_verl
 from fusionrl.rollout.agent import append_messages, append_text, append_tokens, begin, plain_text, run_agent
-from fusionrl.rollout.client import GenerateState, get_rollout_num_engines, run
 from fusionrl.rollout.engine_post import post
+from fusionrl.rollout.event_loop import run
+from fusionrl.rollout.generate_state import GenerateState, get_rollout_num_engines
 from fusionrl.rollout.sessions import open_session
 from fusionrl.rollout.sglang_rollout import (
     abort,

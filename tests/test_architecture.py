@@ -58,7 +58,7 @@ HEAVY = {
     },
 }
 # A function of slime's that its users replace in the module that has it, and which that module's own class calls.
-KNOWN_CYCLES = {("fusionrl.rollout.client", "fusionrl.rollout.sglang_rollout")}
+KNOWN_CYCLES = {("fusionrl.rollout.generate_state", "fusionrl.rollout.sglang_rollout")}
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 

@@ -36,7 +36,7 @@ from fusionrl.observe.spans import phase
 from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.registry import runs_programs
-from fusionrl.rollout.client import samples_in_flight
+from fusionrl.rollout.generate_state import samples_in_flight
 from fusionrl.rollout.image_requests import FOLDER
 from fusionrl.rollout.weight_versions import take_warnings
 

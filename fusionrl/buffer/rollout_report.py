@@ -20,7 +20,7 @@ from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.formats import as_text, ending, shorten
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost
-from fusionrl.rollout.client import TIMED_OUT
+from fusionrl.rollout.generate_state import TIMED_OUT
 from fusionrl.rollout.image_requests import image_metrics
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 

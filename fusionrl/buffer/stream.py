@@ -55,8 +55,8 @@ from fusionrl.pipeline.state import (
     TrainDone,
     Wait,
 )
-from fusionrl.rollout.client import RolloutClient, sampling_params
 from fusionrl.rollout.generate import SampleContext, generate_group
+from fusionrl.rollout.generate_state import RolloutClient, sampling_params
 from fusionrl.rollout.sglang_rollout import apply_filter, check_filter_keeps
 from fusionrl.rollout.teacher import Teacher
 

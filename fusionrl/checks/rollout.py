@@ -19,7 +19,7 @@ from fusionrl.data.sampling import GREEDY_BELOW
 from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.layout import sequence_multiple
 from fusionrl.rewards.labels import LabelCheck
-from fusionrl.rollout.client import sampling_params
+from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.sglang_rollout import eval_sampling_params
 
 SESSIONS = "fusionrl.rollout.sessions.generate"

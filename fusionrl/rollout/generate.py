@@ -31,10 +31,10 @@ from fusionrl.observe.spans import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import length_reward
 from fusionrl.rewards.settings import RewardSettings
-from fusionrl.rollout.client import (
+from fusionrl.rollout.event_loop import LoopSemaphore
+from fusionrl.rollout.generate_state import (
     GENERATED,
     SCORED,
-    LoopSemaphore,
     client_of,
     is_stopping,
     samples_in_flight,

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 
 from fusionrl.config.hooks import load_function, takes_input
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.client import GenerateState, run
+from fusionrl.rollout.event_loop import run
+from fusionrl.rollout.generate_state import GenerateState
 from fusionrl.rollout.types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 

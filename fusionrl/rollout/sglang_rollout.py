@@ -2,7 +2,7 @@
 
 `generate_rollout` is synchronous, as slime's is; the Buffer runs it in a thread of its own. Inside, one event loop
 keeps a bounded number of requests in flight. The functions here have slime's signatures; `generate.py` makes turns,
-samples and groups, by the clients of `client.py`.
+samples and groups, by the clients of `generate_state.py`.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from fusionrl.data.sample import Sample, reward_value
 from fusionrl.data.sample_images import keep_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import abort_all
-from fusionrl.rollout.client import GenerateState, RolloutClient, get_rollout_num_engines, sampling_params
 from fusionrl.rollout.generate import (
     SampleContext,
     SamplingParams,
@@ -36,6 +35,7 @@ from fusionrl.rollout.generate import (
     room,
     stream_generate,
 )
+from fusionrl.rollout.generate_state import GenerateState, RolloutClient, get_rollout_num_engines, sampling_params
 from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.types import (
     DataSource,

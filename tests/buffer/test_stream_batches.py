@@ -18,7 +18,7 @@ from fusionrl.buffer.stream_batches import AdmissionSource, BatchStream
 from fusionrl.compat.slime.api import fully_async
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.client import run
+from fusionrl.rollout.event_loop import run
 from tests.buffer import batch_hooks
 from tests.buffer.test_stream import Make, stream
 from tests.own_process import wait_until

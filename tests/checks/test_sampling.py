@@ -13,7 +13,7 @@ from fusionrl.checks.rollout import eval_sampling_errors, rollout_sampling_error
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.rollout.client import sampling_params
+from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.sglang_rollout import eval_sampling_params
 
 VOCAB = 512

@@ -14,7 +14,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.client import GenerateState
+from fusionrl.rollout.generate_state import GenerateState
 from fusionrl.rollout.miles_inputs import GenerateFnInput, generate_function
 from fusionrl.rollout.sglang_rollout import sampling_params
 from tests.rollout.conftest import folder  # noqa: F401

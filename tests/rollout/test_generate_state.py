@@ -6,7 +6,7 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
 from fusionrl.config.config import Config
-from fusionrl.rollout.client import GenerateState, client_of, rollout_open
+from fusionrl.rollout.generate_state import GenerateState, client_of, rollout_open
 
 
 def test_an_evaluation_beside_a_rollout_that_stops_is_not_aborted() -> None:
@@ -29,7 +29,7 @@ def test_an_evaluation_beside_a_rollout_that_stops_is_not_aborted() -> None:
 
 
 def test_an_evaluation_and_a_rollout_on_one_loop_keep_their_clients() -> None:
-    """Modelled on functions that run both on a loop of their own (`fusionrl.rollout.client.run`)."""
+    """Modelled on functions that run both on a loop of their own (`fusionrl.rollout.generate_state.run`)."""
 
     def flags(port: int) -> Namespace:
         url = f"http://127.0.0.1:{port}"

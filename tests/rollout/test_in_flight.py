@@ -3,7 +3,7 @@
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.client import GENERATED, SCORED, SamplesInFlight
+from fusionrl.rollout.generate_state import GENERATED, SCORED, SamplesInFlight
 
 
 class Clock:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rollout import client
-from fusionrl.rollout.client import TIMED_OUT, within
+from fusionrl.rollout import generate_state
+from fusionrl.rollout.generate_state import TIMED_OUT, within
 
 
 async def misbehave(sample: Sample, kind: str) -> Sample:
@@ -30,7 +30,7 @@ async def misbehave(sample: Sample, kind: str) -> Sample:
 def test_it_fails_as_it_was_before(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client, "_GRACE_S", 0.2)
+    monkeypatch.setattr(generate_state, "_GRACE_S", 0.2)
     sample = Sample(index=7, prompt="p", prompt_tokens=np.array([1, 2]), metadata={"row": 1})
 
     async def make() -> Any:

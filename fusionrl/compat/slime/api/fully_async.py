@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import sglang_rollout
-from fusionrl.rollout.client import process_loop, request_limit, sampling_params
+from fusionrl.rollout.event_loop import process_loop
 from fusionrl.rollout.generate import as_list
+from fusionrl.rollout.generate_state import request_limit, sampling_params
 from fusionrl.rollout.types import DataSource, RolloutAborted, keeping_draws
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from fusionrl.compat.slime.api.rollouts import eval_rollout
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import sglang_rollout
 from fusionrl.rollout.agent import run_agent
-from fusionrl.rollout.client import GenerateState
+from fusionrl.rollout.generate_state import GenerateState
 from fusionrl.rollout.miles_inputs import (
     GenerateFnInput,
     GenerateFnOutput,

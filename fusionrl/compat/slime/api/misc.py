@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from fusionrl.base.environment import child_environment
 from fusionrl.config import hooks
 from fusionrl.config.hook_files import find_beside
-from fusionrl.rollout.client import process_loop, run
+from fusionrl.rollout.event_loop import process_loop, run
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class Box:
 
 
 class AsyncLoopThread:
-    """Runs coroutines on the event loop that lives as long as the process (`fusionrl.rollout.client`)."""
+    """Runs coroutines on the event loop that lives as long as the process (`fusionrl.rollout.event_loop`)."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop = process_loop()

@@ -1,8 +1,8 @@
 """State that the functions of a rollout share, from any thread and event loop: client, semaphore, `GenerateState`.
 
 The default rollout opens a client for its own event loop and puts it on `args`. A user's rollout function has loops of
-its own (`asyncio.run`, a worker's thread, `run` here): there the first `generate` opens a client, which is closed when
-the loop ends. Objects bound to a loop (connections, a semaphore) are made for each loop.
+its own (`asyncio.run`, a worker's thread, `event_loop.run`): there the first `generate` opens a client, which is closed
+when the loop ends.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import threading
 import time
 import weakref
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from fusionrl.config.engine_groups import has_pairs
 from fusionrl.data.processor import Processor, load_processor
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
+from fusionrl.rollout.event_loop import LoopSemaphore, close_with_loop
 from fusionrl.rollout.image_requests import media_tokens
 
 if TYPE_CHECKING:
@@ -245,88 +246,6 @@ class RolloutClient:
     async def __aexit__(self, *exc: object) -> None:
         self._open.__exit__(None, None, None)
         await self._client.close()
-
-
-T = TypeVar("T")
-
-
-def run(coroutine: Coroutine[object, object, T]) -> T:
-    """Run a coroutine on one event loop that lives as long as the process, and wait for its result.
-
-    For rollout functions, which are synchronous; sessions that they open there stay usable in the next rollout.
-    """
-    return asyncio.run_coroutine_threadsafe(coroutine, process_loop()).result()
-
-
-@functools.cache
-def process_loop() -> asyncio.AbstractEventLoop:
-    """Return that loop, which runs in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="plugin-loop", daemon=True).start()
-    return loop
-
-
-class LoopSemaphore:
-    """A semaphore for any event loop: each loop has `limit` places of its own."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def __deepcopy__(self, memo: dict[int, object]) -> LoopSemaphore:
-        return self  # it belongs to the process, also where a hook copies its `args`
-
-    def _own(self) -> asyncio.Semaphore:
-        return self._of_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.limit))
-
-    async def acquire(self) -> bool:
-        return await self._own().acquire()
-
-    def release(self) -> None:
-        self._own().release()
-
-    @property
-    def _value(self) -> int:
-        """Places that are free on the running loop; all of them where none runs."""
-        try:
-            return self._own()._value
-        except RuntimeError:
-            return self.limit
-
-    def locked(self) -> bool:
-        return self._own().locked()
-
-    async def __aenter__(self) -> None:
-        await self.acquire()
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.release()
-
-
-_waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None, None]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def close_with_loop(close: Callable[[], Awaitable[object]]) -> None:
-    """Let the running event loop await `close()` when it ends.
-
-    A loop that ends by `asyncio.run` closes the asynchronous generators that wait in it; so one waits here.
-    """
-
-    async def wait() -> AsyncGenerator[None, None]:
-        try:
-            yield
-        finally:
-            await close()
-
-    waiting = wait()
-    try:
-        waiting.__anext__().send(None)  # up to the yield, which awaits nothing
-    except StopIteration:
-        _waiting.setdefault(asyncio.get_running_loop(), []).append(waiting)
 
 
 GENERATED, SCORED = "generated", "scored"
