@@ -14,10 +14,9 @@ from fusionrl.config.hooks import load_function
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import math_dapo_utils
-from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.math_dapo_utils import compute_score
-from fusionrl.rewards.math_utils import grade_answer_verl
+from fusionrl.rewards.math_utils import get_deepscaler_rule_based_reward, grade_answer_verl
 from fusionrl.rollout.agent import append_messages, append_text, append_tokens, begin, plain_text, run_agent
 from fusionrl.rollout.engine_post import post
 from fusionrl.rollout.event_loop import run

@@ -23,7 +23,7 @@ from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import score_group
-from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rewards.reward_call import RewardSettings
 from fusionrl.rollout.miles_inputs import rollout_function
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.teacher import Teacher, score_samples

@@ -18,8 +18,8 @@ from fusionrl.data.sample_fields import SpecInfo
 from fusionrl.data.sampling import CHANGED, UNKNOWN_VERSION
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.formats import as_text, ending, shorten
-from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rewards.registry import REASONS
 from fusionrl.rollout.generate_state import TIMED_OUT
 from fusionrl.rollout.image_requests import image_metrics
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
@@ -111,7 +111,7 @@ def _timed_out(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
-    """Per reason for which programs failed tests (`code_run.REASONS`): how many samples have such a test."""
+    """Per reason for which programs failed tests (`registry.REASONS`): how many samples have such a test."""
     reasons = _entries(samples, "code_failures")
     counts = Counter(name for failed in reasons for name in failed if name in REASONS)
     return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}

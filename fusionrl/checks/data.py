@@ -42,7 +42,7 @@ from fusionrl.data.sample import response_mask
 from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample, with_images
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from fusionrl.models.engine_config import has_chat_template
-from fusionrl.rewards.labels import LabelCheck
+from fusionrl.rewards.registry import LabelCheck
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,11 +1,9 @@
 """Checks of rewards, of labels by the built-in reward, of the sandbox, and of reward models and teachers."""
 
-import importlib.util
 import re
 from collections.abc import Mapping
 
 from fusionrl import sandbox
-from fusionrl.base.wording import install_hint
 from fusionrl.checks.model import size_errors
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
@@ -14,9 +12,7 @@ from fusionrl.config.run_parts import estimator_of, has_own_rollout, has_own_sou
 from fusionrl.models.engine_config import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.hf_folder import check_weight_files, is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.rewards.ifbench import LIBRARY, MISSING
-from fusionrl.rewards.labels import BUDGET_S, LabelCheck
-from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES, asks_model, gives_dict, parse_rm_type, runs_programs
+from fusionrl.rewards.registry import LABEL_BUDGET_S, REMOTE, LabelCheck, rm_type_errors, runs_programs
 
 
 def reward_errors(config: Config) -> list[str]:
@@ -25,7 +21,9 @@ def reward_errors(config: Config) -> list[str]:
     reward, longest = config.reward, config.rollout.rollout_max_response_len
     if reward.rm_type is not None:
         key = reward.reward_key or ("" if reward.custom_rm_path else None)
-        errors += [f"--rm-type {error}" for error in rm_type_errors(config, reward.rm_type, key, "--reward-key")]
+        errors += [
+            f"--rm-type {error}" for error in rm_type_errors(reward.rm_type, reward.rm_model, key, "--reward-key")
+        ]
     url = reward.rm_url
     is_custom = reward.custom_rm_path is not None  # it may read the address from its args
     if (reward.rm_type == REMOTE) != (url is not None) and not (is_custom and url is not None):
@@ -51,29 +49,7 @@ def reward_errors(config: Config) -> list[str]:
     return errors
 
 
-def rm_type_errors(config: Config, rm_type: str, reward_key: str | None, key_flag: str) -> list[str]:
-    """List what is wrong with a built-in reward: its name, what it needs, a dict without `reward_key`."""
-    if rm_type == REMOTE:
-        return []
-    try:
-        parts = parse_rm_type(rm_type)
-    except ValueError as error:
-        return [str(error)]
-    errors = []
-    if asks_model(rm_type) and config.reward.rm_model is None:
-        errors.append(f"{rm_type} needs --rm-model: the Hugging Face folder of the reward model")
-    for package in sorted({RM_TYPES[part.name].package or "" for part in parts.values() if part.name != MODEL} - {""}):
-        if importlib.util.find_spec(package) is None:
-            pip = package.replace("_", "-")
-            cure = f"the package {pip} is not installed; {install_hint(pip)}"
-            errors.append(f"{rm_type}: {cure if package != LIBRARY else f'{LIBRARY}.py is not found; {MISSING}'}")
-    key = gives_dict(rm_type)
-    if key is not None and reward_key is None:
-        errors.append(f"{rm_type} gives a dict; choose a number of it, {key_flag} {key}")
-    return errors
-
-
-def run_label_check(config: Config, budget_s: float = BUDGET_S) -> LabelCheck | None:
+def run_label_check(config: Config, budget_s: float = LABEL_BUDGET_S) -> LabelCheck | None:
     """Return the check of the rows of --prompt-data; None where no built-in reward grades with their labels."""
     reward, rollout = config.reward, config.rollout
     if has_own_source(config) or has_own_rollout(config) or config.run.load_debug_rollout_data:
@@ -89,7 +65,7 @@ def label_check(
     *,
     generate_path: str | None,
     overrides: Mapping[str, object] | None = None,
-    budget_s: float = BUDGET_S,
+    budget_s: float = LABEL_BUDGET_S,
 ) -> LabelCheck | None:
     """Return the check for a reward, as flags or an evaluation set name it; None: it is a user's, or there is none.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fusionrl.algorithms.estimators import ACCURACY
 from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
-from fusionrl.checks.rewards import label_check, rm_type_errors
+from fusionrl.checks.rewards import label_check
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
@@ -18,7 +18,7 @@ from fusionrl.config.run_parts import DEFAULT_ROLLOUT, generates
 from fusionrl.data.sampling import GREEDY_BELOW
 from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.layout import sequence_multiple
-from fusionrl.rewards.labels import LabelCheck
+from fusionrl.rewards.registry import LabelCheck, rm_type_errors
 from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.sglang_rollout import eval_sampling_params
 
@@ -202,7 +202,7 @@ def _eval_set_errors(config: Config, eval_set: EvalSet) -> list[str]:
     if _is_default(config) and eval_set.rm_type is None and eval_set.custom_rm_path is None and not has_own:
         errors.append("it has no reward; give rm_type or custom_rm_path")
     if eval_set.rm_type not in (None, config.reward.rm_type):
-        of_type = rm_type_errors(config, eval_set.rm_type, eval_set.reward_key, "reward_key")
+        of_type = rm_type_errors(eval_set.rm_type, config.reward.rm_model, eval_set.reward_key, "reward_key")
         errors += [f"rm_type {error}" for error in of_type]
     if eval_set.max_response_len is None:
         errors.append("it has no max_response_len, and --rollout-max-response-len is not given")

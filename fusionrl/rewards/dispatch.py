@@ -1,7 +1,10 @@
-"""From a sample to its reward: the sample's own function, --custom-rm-path or --rm-type, in a process of the pool."""
+"""From a sample to its reward: a process of the pool calls what scores it; what was lost is counted."""
+
+from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import math
 import os
@@ -10,29 +13,29 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import SupportsFloat, TypeGuard
+from typing import TYPE_CHECKING, SupportsFloat, TypeGuard
 
+from fusionrl.config.hooks import register_hooks
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.data.sample_images import keep_images
 from fusionrl.observe.spans import part
-from fusionrl.rewards.pool import RewardPool
 from fusionrl.rewards.registry import MODEL, asks_model
-from fusionrl.rewards.remote import PATH as REMOTE_PATH
 from fusionrl.rewards.reward_call import (
     LostReward,
     RewardRaised,
+    RewardSettings,
+    call_reward,
     is_async,
-    reward_name,
-    reward_path,
-    rm_type_of,
-    score_here,
+    scorer_of,
     takes_a_list,
 )
-from fusionrl.rewards.reward_model import model_score
-from fusionrl.rewards.settings import RewardSettings
+
+if TYPE_CHECKING:
+    from fusionrl.rewards.pool import RewardPool
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +81,7 @@ async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: objec
 async def _score_sample(
     settings: RewardSettings, sample: Sample, kwargs: dict[str, object]
 ) -> float | dict[str, object]:
-    grading = settings.grading
-    name, path, rm_type = reward_name(grading, sample), reward_path(grading, sample), rm_type_of(grading, sample)
+    path, rm_type, name = scorer_of(settings, sample)
     if path is None and not rm_type and settings.is_optional:
         return 0.0
     if path is None and not rm_type:
@@ -89,6 +91,9 @@ async def _score_sample(
             [sample],
         )
     if path is None and asks_model(rm_type):
+        from fusionrl.rewards.reward_model import model_score
+
+        assert settings.args is not None
         try:
             score = await model_score(settings.args, sample)
         except (RuntimeError, ValueError) as error:
@@ -104,7 +109,7 @@ async def score_group(
     settings: RewardSettings, samples: Sequence[Sample], **kwargs: object
 ) -> list[float | dict[str, object]]:
     """Return the rewards of a group; see `batched_async_rm`."""
-    path = settings.grading.custom_rm_path
+    path = settings.custom_rm_path
     is_one_call = settings.is_group_call or (path is not None and takes_a_list(path))
     if not is_one_call or any(sample.custom_rm_path for sample in samples):
         return list(await asyncio.gather(*(score_sample(settings, sample, **kwargs) for sample in samples)))
@@ -142,6 +147,8 @@ def take_lost() -> dict[str, int]:
 @functools.cache
 def reward_pool(num_processes: int) -> RewardPool:
     """The pool of this process; its processes are started when there is something to score."""
+    from fusionrl.rewards.pool import RewardPool
+
     return RewardPool(num_processes)
 
 
@@ -154,15 +161,16 @@ async def _score(
     kwargs: dict[str, object],
 ) -> object:
     """Let a process of the pool call the function of `path`, or the built-in reward where that is None."""
-    grading, asynchronous = settings.grading.with_args(_args_for(path, settings)), is_async(path)
+    call_settings, asynchronous = settings.for_call(path), is_async(path)
     try:
         if settings.in_process:
-            reward = await score_here(grading, samples, call=call, kwargs=kwargs, is_async=asynchronous)
+            reward = await _score_here(call_settings, samples, call, kwargs, asynchronous)
             keep_images(samples)
             return reward
         pool = reward_pool(settings.num_processes or len(os.sched_getaffinity(0)))
+        limit_s = settings.timeout_s
         future = pool.submit(
-            grading.packed(), samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=asynchronous
+            call_settings.packed(), samples, call=call, kwargs=kwargs, limit_s=limit_s, is_async=asynchronous
         )
         return await asyncio.wrap_future(future)
     except RewardRaised as error:
@@ -172,11 +180,31 @@ async def _score(
         return _failed(settings, text, str(error), blamed, error)
 
 
-def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:
-    """Return what the function of `path` gets as its `args`: all of them go to a user's function alone."""
-    if path == REMOTE_PATH:
-        return Namespace(rm_url=settings.grading.rm_url)
-    return None if path is None else settings.args
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
+    return ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+
+async def _score_here(
+    settings: RewardSettings, samples: Sequence[Sample], call: str, kwargs: dict[str, object], asynchronous: bool
+) -> object:
+    """Call a reward function in this process (--in-process): a breakpoint in it stops in the terminal.
+
+    Nothing guards against a function that hangs or ends its process, and no time limit applies. Raises RewardRaised,
+    whose cause is what the function raised.
+    """
+    register_hooks(settings.hooks)
+    target = list(samples) if call == "group" else samples[0]
+    try:
+        if asynchronous:
+            reward = call_reward(settings, target, **kwargs)
+        else:
+            calling = functools.partial(call_reward, settings, target, **kwargs)
+            reward = await asyncio.wrap_future(_thread().submit(calling))
+        return await reward if inspect.isawaitable(reward) else reward
+    except Exception as error:  # a user's function may raise anything
+        raise RewardRaised.of(error, scorer_of(settings, samples[0]).path, samples) from error
 
 
 def _failed(

@@ -5,7 +5,7 @@ import string
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fusionrl.rewards.grader import Grader
+from fusionrl.rewards.registry import Reward
 
 _NOUNS = ("answer", "option", "choice")
 _IS_THE_ONE = ["is", "the", "correct"]
@@ -94,4 +94,4 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
-GPQA = Grader(compute_gpqa_reward, read_choices, reads_metadata=True)
+GPQA = Reward(compute_gpqa_reward, read_choices, reads_metadata=True)

@@ -6,9 +6,8 @@ An answer stands after "Answer:", as DAPO's prompt asks. It is compared as text,
 
 import re
 
-from fusionrl.rewards.grader import Grader
-from fusionrl.rewards.math_utils import extract_answer
 from fusionrl.rewards.numbers import join_thousands
+from fusionrl.rewards.registry import Reward, extract_answer
 from fusionrl.rewards.text_match import read_text
 
 TAIL_CHARACTERS = 300  # only the end of a response is searched, so that a long one cannot list many answers
@@ -78,4 +77,4 @@ def _without_zero_decimals(text: str) -> str:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
 
 
-DAPO = Grader(compute_score, read_text, box_form="Answer: %s", dict_key="score")
+DAPO = Reward(compute_score, read_text, label="answer", box_form="Answer: %s", dict_key="score")

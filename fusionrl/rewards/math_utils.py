@@ -7,26 +7,11 @@ from itertools import product
 from typing import Any
 
 from fusionrl.base.wording import install_hint
-from fusionrl.rewards.grader import Grader
 from fusionrl.rewards.numbers import hundredth, is_equal_number, join_thousands, read_number
+from fusionrl.rewards.registry import BOX, Reward, extract_answer
 from fusionrl.rewards.text_match import read_text
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _DIGITS = 30  # of a value that is compared
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
-
-
-def extract_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}` (or `\fbox{…}`); None if there is none or its brace is not closed."""
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    start, depth = boxes[-1].end(), 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[start : brace.start()].strip()
-    return None
 
 
 def math_reward(response: str, label: object) -> float:
@@ -43,7 +28,7 @@ def math_reward(response: str, label: object) -> float:
             return float(gold == answer)
         return float(hundredth(gold) == answer if is_percent[0] else gold == hundredth(answer))
     truth = str(label)  # without dollars math-verify sees the numbers in it alone: of 2^{10} a 2
-    truth = truth if "$" in truth or _BOX.search(truth) else f"${truth}$"
+    truth = truth if "$" in truth or BOX.search(truth) else f"${truth}$"
     return float(_verify(truth, response, "math_verify", tolerance=1.1e-6))
 
 
@@ -208,7 +193,7 @@ def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
     r"""Return whether the last `\boxed{…}` of the solution equals the ground truth, which may be in a box itself."""
     box, truth = solution_str.rpartition("\\boxed"), str(ground_truth)
     answer = extract_answer("".join(box[1:])) if box[1] and box[2].startswith("{") else None
-    if _BOX.search(truth):
+    if BOX.search(truth):
         truth = extract_answer(truth) or ""
     return answer is not None and is_equal_answer(answer, truth)
 
@@ -220,7 +205,7 @@ def read_truth(label: object) -> str:
     closed.
     """
     truth = read_text(label)
-    if _BOX.search(truth) and not extract_answer(truth):
+    if BOX.search(truth) and not extract_answer(truth):
         raise ValueError(f"the box in the label {label!r:.80} is empty or not closed")
     return truth
 
@@ -230,5 +215,19 @@ def math_verl(response: str, label: object) -> float:
     return float(grade_answer_verl(response, label))
 
 
-MATH = Grader(math_verl, read_truth, box_form=r"\boxed{%s}", package="math_verify")
-MATH_VERIFY = Grader(math_reward, read_text, box_form=r"\boxed{%s}", package="math_verify")
+MATH = Reward(math_verl, read_truth, box_form=r"\boxed{%s}", package="math_verify")
+MATH_VERIFY = Reward(math_reward, read_text, box_form=r"\boxed{%s}", package="math_verify")
+
+
+def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
+    r"""1 where the last `\boxed{…}` after `</think>` (or `###Response`) equals the label; 0 without such a marker."""
+    if "</think>" in response:
+        solution = response.rpartition("</think>")[2]
+    elif "###Response" in response:
+        solution = response.split("###Response")[1]
+    else:
+        return 0.0
+    return float(grade_answer_verl(solution, label))
+
+
+DEEPSCALER = Reward(get_deepscaler_rule_based_reward, read_truth, box_form=None, package="math_verify")

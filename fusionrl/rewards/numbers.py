@@ -11,6 +11,8 @@ from collections import deque
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
+from fusionrl.rewards.registry import Reward
+
 Number = Decimal | Fraction  # a Fraction where the text has a slash
 
 _SIGN = "[-+−–﹣－＋]"
@@ -92,3 +94,22 @@ def _value(match: re.Match[str], *, is_alone: bool) -> Number | None:
     except InvalidOperation:  # the exponent is beyond any use
         return None
     return number if number.is_finite() else None
+
+
+def last_number(response: str, label: object) -> float:
+    """1 where the last number of the response equals the label, by this grammar for both."""
+    truth, answer = read_number_label(label), last_number_in(response)
+    return float(answer is not None and is_equal_number(answer, truth))
+
+
+def read_number_label(label: object) -> Number:
+    """Return a label as a number. Raises ValueError if it is none."""
+    if label is None:
+        raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
+    number = read_number(str(label))
+    if number is None:
+        raise ValueError(f"--rm-type last_number: the label {label!r:.80} is not a number")
+    return number
+
+
+LAST_NUMBER = Reward(last_number, read_number_label, label="answer")

@@ -33,8 +33,7 @@ from fusionrl.base.sockets import LENGTH, frame
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import loan_of
 from fusionrl.observe.logs import LEVELS
-from fusionrl.rewards.reward_call import LostReward, RewardRaised
-from fusionrl.rewards.settings import PackedGrading
+from fusionrl.rewards.reward_call import LostReward, PackedSettings, RewardRaised
 
 # State of a process, in shared memory: beats of its event loop, number of the job whose code runs.
 STATE = struct.Struct("QQ")
@@ -207,7 +206,7 @@ class RewardPool:
 
     def submit(
         self,
-        grading: PackedGrading,
+        settings: PackedSettings,
         samples: Sequence[Sample],
         *,
         call: str,
@@ -219,7 +218,7 @@ class RewardPool:
 
         The function's changes to the samples are applied here before the future is done.
 
-        grading   what `Grading.packed` returns
+        settings  what `RewardSettings.packed` returns
         samples   one, or the group
         call      "sample" or "group"
         kwargs    further keyword arguments of the function
@@ -227,7 +226,7 @@ class RewardPool:
         is_async  whether it runs on an event loop
         """
         number = next(self._numbers)
-        message = frame((number, grading, call, pickle.dumps((list(samples), kwargs, loan_of(samples)))))
+        message = frame((number, settings, call, pickle.dumps((list(samples), kwargs, loan_of(samples)))))
         job = _Job(number, list(samples), message, limit_s, is_async)
         with self._lock:
             if self._closed:

@@ -1,46 +1,117 @@
-"""The built-in rewards of --rm-type by name, and weighted sums of them.
+"""The rewards of --rm-type: what one is, those that are built in, weighted sums of them, and the check of labels.
 
-`--rm-type` is one name (`math`), a name whose grader sees the last box alone (`boxed_exact`), or a weighted sum of such
-(`math:0.8+format:0.2`; a weight left out is 1).
+`--rm-type` is one name (`math`), a name whose reward sees the last box alone (`boxed_exact`), or a weighted sum of such
+(`math:0.8+format:0.2`; a weight left out is 1). To add a reward, define a `Reward` in a file of this room, name it in
+`RM_TYPES`, and give it a row in docs/guides/rewards.md.
 """
 
 import functools
+import importlib
+import importlib.util
 import math
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
+from fusionrl.base.wording import install_hint
 from fusionrl.config.aliases import value_hint
-from fusionrl.rewards.code import CODE, CODE_ALL
-from fusionrl.rewards.deepscaler import DEEPSCALER
-from fusionrl.rewards.gpqa import GPQA
-from fusionrl.rewards.grader import CodeGrade, Grader, Reward
-from fusionrl.rewards.ifbench import IFBENCH
-from fusionrl.rewards.ifeval import IFEVAL
-from fusionrl.rewards.math_dapo_utils import DAPO
-from fusionrl.rewards.math_utils import MATH, MATH_VERIFY, extract_answer
-from fusionrl.rewards.text_match import EXACT, F1, FORMAT, LAST_NUMBER, RANDOM
+from fusionrl.data.findings import LabelProblem
 
-RM_TYPES: dict[str, Grader] = {  # each has a row in docs/guides/rewards.md
-    "exact": EXACT,
-    "last_number": LAST_NUMBER,
-    "f1": F1,
-    "math": MATH,
-    "math_verify": MATH_VERIFY,
-    "math_verl": MATH,  # another name
-    "dapo": DAPO,
-    "deepscaler": DEEPSCALER,
-    "gpqa": GPQA,
-    "ifeval": IFEVAL,
-    "ifbench": IFBENCH,
-    "format": FORMAT,
-    "code": CODE,
-    "code_all": CODE_ALL,
-    "random": RANDOM,
+RM_TYPES = {  # name: its file in this room, and the `Reward` in it
+    "exact": "text_match:EXACT",
+    "last_number": "numbers:LAST_NUMBER",
+    "f1": "text_match:F1",
+    "math": "math_utils:MATH",
+    "math_verify": "math_utils:MATH_VERIFY",
+    "math_verl": "math_utils:MATH",  # another name
+    "dapo": "math_dapo_utils:DAPO",
+    "deepscaler": "math_utils:DEEPSCALER",
+    "gpqa": "gpqa:GPQA",
+    "ifeval": "instructions:IFEVAL",
+    "ifbench": "instructions:IFBENCH",
+    "format": "text_match:FORMAT",
+    "code": "code:CODE",
+    "code_all": "code:CODE_ALL",
+    "random": "text_match:RANDOM",
 }
-REMOTE = "remote_rm"  # a server's, by --rm-url: see `remote.py`
-MODEL = "reward_model"  # an engine's, by --rm-model: see `reward_model.py`
+REMOTE = "remote_rm"  # a server's, by --rm-url
+REMOTE_PATH = "fusionrl.rewards.reward_model.remote_rm"  # the function that asks it
+MODEL = "reward_model"  # an engine's, by --rm-model
+# Reasons of a program's failed tests; docs/guides/rewards.md explains each.
+REASONS = ("no_program", "wrong", "error", "no_answer", "time", "memory", "signal", "output", "object", "sandbox")
+LABEL_BUDGET_S = 5.0
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
+RewardValue = float | dict[str, Any]
+
+
+class CodeGrade(NamedTuple):
+    """A reward in [0, 1] of a program, and how many tests failed for which of `REASONS`."""
+
+    reward: float
+    failures: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A built-in reward.
+
+    grade             grade(response, label), or grade(response, label, metadata) with `reads_metadata`
+    check             as `grade` without the response: raises ValueError where `grade` would, before a run starts; None:
+                      any label will do
+    label             the answer itself, a solution that has the answer in it, tests of a program, or not read at all
+    reads_metadata    of the sample
+    box_form          the form in which it gets the answer of a box, with boxed_ before its name; None: it looks for a
+                      box itself
+    package           module that it needs
+    cure              how to get that, where pip does not have it
+    dict_key          it returns a dict, of which a weighted sum takes this number
+    is_slow_to_check  reading one label takes up to milliseconds
+    runs_programs     of the response, in the sandbox
+    """
+
+    grade: Callable[..., RewardValue | CodeGrade]
+    check: Callable[..., object] | None = None
+    label: Literal["answer", "solution", "tests", "unread"] = "solution"
+    reads_metadata: bool = False
+    box_form: str | None = "%s"
+    package: str | None = None
+    cure: str | None = None
+    dict_key: str | None = None
+    is_slow_to_check: bool = False
+    runs_programs: bool = False
+
+    def __call__(
+        self, response: str, label: Any, metadata: Mapping[str, object] | None = None
+    ) -> RewardValue | CodeGrade:
+        """Return the reward of a response. Raises ValueError if it cannot use the label or the metadata."""
+        return self.grade(response, label, metadata or {}) if self.reads_metadata else self.grade(response, label)
+
+    def check_row(self, label: object, metadata: Mapping[str, object]) -> None:
+        """Raise ValueError where a row's label or metadata cannot be graded with."""
+        if self.check is not None:
+            self.check(label, metadata) if self.reads_metadata else self.check(label)
+
+    def missing(self) -> str | None:
+        """Return what is not installed, with the cure; None: all is there."""
+        if self.package is None or importlib.util.find_spec(self.package) is not None:
+            return None
+        pip = self.package.replace("_", "-")
+        if self.cure is not None:
+            return f"{self.package}.py is not found; {self.cure}"
+        return f"the package {pip} is not installed; {install_hint(pip)}"
+
+
+@functools.cache
+def reward_of(name: str) -> Reward:
+    """Return the reward of a name in `RM_TYPES`; its file is imported here."""
+    file, _, variable = RM_TYPES[name].partition(":")
+    reward = getattr(importlib.import_module(f"fusionrl.rewards.{file}"), variable)
+    assert isinstance(reward, Reward)
+    return reward
 
 
 class Part(NamedTuple):
@@ -54,9 +125,22 @@ class Part(NamedTuple):
 class Graded(NamedTuple):
     """A reward; of a weighted sum its unweighted parts by name, else none; failed tests of programs by reason."""
 
-    reward: Reward
+    reward: RewardValue
     parts: dict[str, float]
     failures: dict[str, int]
+
+
+def extract_answer(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{…}` (or `\fbox{…}`); None if there is none or its brace is not closed."""
+    boxes = list(BOX.finditer(text))
+    if not boxes:
+        return None
+    start, depth = boxes[-1].end(), 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start : brace.start()].strip()
+    return None
 
 
 @functools.cache
@@ -75,8 +159,8 @@ def parse_rm_type(rm_type: str) -> dict[str, Part]:
                 f"{rm_type}: unknown reward {written!r}; known are {known}, each also with boxed_ before it,"
                 f" and {MODEL}{value_hint('rm_type', written, [*RM_TYPES, MODEL])}"
             )
-        if written == "boxed_deepscaler":
-            raise ValueError(f"{rm_type}: deepscaler looks for </think> and then for a box itself; leave boxed_ out")
+        if written != name and reward_of(name).box_form is None:
+            raise ValueError(f"{rm_type}: {name} looks for </think> and then for a box itself; leave boxed_ out")
         if written in parts:
             raise ValueError(f"{rm_type}: {written} is given twice; add up its weights")
         parts[written] = Part(name, written != name, _weight(rm_type, weight) if colon else 1.0)
@@ -105,6 +189,24 @@ def _names(rm_type: str | None) -> set[str]:
         return set()
 
 
+def rm_type_errors(rm_type: str, rm_model: str | None, reward_key: str | None, key_flag: str) -> list[str]:
+    """List what is wrong with a built-in reward: its name, what it needs, a dict without `reward_key`."""
+    if rm_type == REMOTE:
+        return []
+    try:
+        parts = parse_rm_type(rm_type)
+    except ValueError as error:
+        return [str(error)]
+    names = {part.name for part in parts.values()}
+    errors = sorted({f"{rm_type}: {problem}" for name in names - {MODEL} if (problem := reward_of(name).missing())})
+    if MODEL in names and rm_model is None:
+        errors.append(f"{rm_type} needs --rm-model: the Hugging Face folder of the reward model")
+    key = reward_of(next(iter(names))).dict_key if _is_single(rm_type) and MODEL not in names else None
+    if key is not None and reward_key is None:
+        errors.append(f"{rm_type} gives a dict; choose a number of it, {key_flag} {key}")
+    return errors
+
+
 def asks_model(rm_type: str | None) -> bool:
     """Return whether a reward model's engine scores the sample, alone or in a sum."""
     return MODEL in _names(rm_type)
@@ -112,13 +214,7 @@ def asks_model(rm_type: str | None) -> bool:
 
 def runs_programs(rm_type: str | None) -> bool:
     """Return whether a part of it runs programs in the sandbox."""
-    return any(RM_TYPES[name].runs_programs for name in _names(rm_type) - {MODEL})
-
-
-def gives_dict(rm_type: str) -> str | None:
-    """The key to choose with --reward-key where `rm_type` alone gives a dict; None where it gives a number."""
-    grader = RM_TYPES.get(next(iter(parse_rm_type(rm_type).values())).name)
-    return grader.dict_key if grader is not None and _is_single(rm_type) else None
+    return any(reward_of(name).runs_programs for name in _names(rm_type) - {MODEL})
 
 
 def _is_single(rm_type: str) -> bool:
@@ -136,7 +232,7 @@ def grade(
 
     model_score  what the reward model said, where `rm_type` names one.
 
-    Raises ValueError as `parse_rm_type` does, or as the grader does for a label or metadata it cannot use.
+    Raises ValueError as `parse_rm_type` does, or as the reward does for a label or metadata it cannot use.
     """
     parts = parse_rm_type(rm_type)
     if MODEL in parts and model_score is None:
@@ -149,7 +245,7 @@ def grade(
     if _is_single(rm_type):
         return Graded(next(iter(rewards.values())), {}, dict(failures))
     values = {
-        written: float(reward[RM_TYPES[parts[written].name].dict_key] if isinstance(reward, dict) else reward)
+        written: float(reward[reward_of(parts[written].name).dict_key] if isinstance(reward, dict) else reward)
         for written, reward in rewards.items()
     }
     total = sum(parts[written].weight * value for written, value in values.items())
@@ -158,13 +254,61 @@ def grade(
 
 def _grade_part(
     part: Part, response: str, label: object, metadata: Mapping[str, object] | None, failures: Counter[str]
-) -> Reward:
-    grader = RM_TYPES[part.name]
+) -> RewardValue:
+    reward = reward_of(part.name)
     if part.is_boxed:
         answer = extract_answer(response)
-        response = "" if answer is None else grader.box_form % answer
-    reward = grader(response, label, metadata)
-    if isinstance(reward, CodeGrade):
-        failures.update(reward.failures)
-        return reward.reward
-    return reward
+        response = "" if answer is None or reward.box_form is None else reward.box_form % answer
+    value = reward(response, label, metadata)
+    if isinstance(value, CodeGrade):
+        failures.update(value.failures)
+        return value.reward
+    return value
+
+
+@dataclass
+class LabelCheck:
+    """Asks the reward of each row whether it can grade with the row's label and metadata, before a run starts.
+
+    rm_type     --rm-type; a row's metadata may name another
+    overrides   entries of the metadata that replace those of each row
+    is_warning  a user's function may still give the samples other labels
+    budget_s    seconds for labels that take long to read, counted down; what comes after them is not read
+    """
+
+    rm_type: str | None
+    overrides: Mapping[str, object] | None = None
+    is_warning: bool = False
+    budget_s: float = LABEL_BUDGET_S
+
+    def __call__(self, label: object, metadata: Mapping[str, object]) -> LabelProblem | None:
+        """Return the problem of a row's label or metadata; None for none."""
+        metadata = {**metadata, **self.overrides} if self.overrides else metadata
+        row_rm_type = metadata.get("rm_type")
+        rm_type = row_rm_type or self.rm_type
+        if not rm_type or rm_type == REMOTE:
+            return None
+        name = f"rm_type {row_rm_type} of the metadata" if row_rm_type else f"--rm-type {rm_type}"
+        try:
+            parts = parse_rm_type(str(rm_type))
+        except ValueError as error:  # a wrong --rm-type is reported elsewhere
+            return LabelProblem(name, str(error), False, self.is_warning) if row_rm_type else None
+        for part in parts.values():
+            reward = None if part.name == MODEL else reward_of(part.name)
+            problem = None if reward is None else self._problem(reward, label, metadata)
+            if reward is not None and problem is not None:
+                return LabelProblem(name, problem, reward.label != "unread", self.is_warning)
+        return None
+
+    def _problem(self, reward: Reward, label: object, metadata: Mapping[str, object]) -> str | None:
+        if reward.is_slow_to_check and self.budget_s <= 0:
+            return None
+        since = time.monotonic()
+        try:
+            reward.check_row(label, metadata)
+        except ValueError as error:
+            return str(error).partition("--rm-type ")[2].partition(": ")[2] or str(error)
+        finally:
+            if reward.is_slow_to_check:
+                self.budget_s -= time.monotonic() - since
+        return None

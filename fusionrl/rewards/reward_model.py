@@ -82,3 +82,13 @@ def _conversation(folder: str, sample: Sample) -> list[int]:
     except ValueError as error:
         raise ValueError(f"--rm-model {folder}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+async def remote_rm(args: Namespace, sample: Sample, **kwargs: object) -> object:
+    """Return the answer of --rm-url to `{"prompt", "response", "label"}`: a number or a JSON object (see --reward-key).
+
+    Broken connections and 5xx answers are tried again with growing pauses, within --reward-timeout-s. Raises
+    RuntimeError for a 4xx answer, or the last failed try.
+    """
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    return await post(args.rm_url, payload, max_retries=MAX_TRIES)

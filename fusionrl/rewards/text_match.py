@@ -1,4 +1,4 @@
-"""Rewards that compare words and numbers, and one for the form of a response."""
+"""Rewards that compare words, and one for the form of a response."""
 
 import random
 import re
@@ -6,8 +6,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 
-from fusionrl.rewards import numbers
-from fusionrl.rewards.grader import Grader
+from fusionrl.rewards.registry import Reward
 
 
 def after_thinking(response: str) -> str:
@@ -34,22 +33,6 @@ def read_text(label: object) -> str:
 def exact(response: str, label: object) -> float:
     """1 where the response, stripped, is the label."""
     return float(response.strip() == str(label).strip())
-
-
-def last_number(response: str, label: object) -> float:
-    """1 where the last number of the response equals the label, by the grammar of `numbers.py` for both."""
-    truth, answer = read_number_label(label), numbers.last_number_in(response)
-    return float(answer is not None and numbers.is_equal_number(answer, truth))
-
-
-def read_number_label(label: object) -> numbers.Number:
-    """Return a label as a number. Raises ValueError if it is none."""
-    if label is None:
-        raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
-    number = numbers.read_number(str(label))
-    if number is None:
-        raise ValueError(f"--rm-type last_number: the label {label!r:.80} is not a number")
-    return number
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -110,8 +93,7 @@ def format_reward(response: str, label: object, metadata: Mapping[str, object] |
     return float(is_wrapped and has_one_each and bool(thinking.strip()) and bool(answer.strip()))
 
 
-EXACT = Grader(exact, read_text)
-LAST_NUMBER = Grader(last_number, read_number_label)
-F1 = Grader(f1, lambda label: label == "" or read_text(label))  # empty: no answer, as in SQuAD 2
-RANDOM = Grader(random_reward)
-FORMAT = Grader(format_reward, reads_metadata=True)
+EXACT = Reward(exact, read_text, label="answer")
+F1 = Reward(f1, lambda label: label == "" or read_text(label))  # empty: no answer, as in SQuAD 2
+RANDOM = Reward(random_reward, label="unread")
+FORMAT = Reward(format_reward, label="unread", reads_metadata=True)

@@ -2,7 +2,7 @@
 
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
-Messages are pickles behind their length. In: (number, `PackedGrading`, call, pickled samples, kwargs and `Loan` of
+Messages are pickles behind their length. In: (number, `PackedSettings`, call, pickled samples, kwargs and `Loan` of
 their images). Out: first None, then (number, reward or `RewardRaised`, changed attributes of each sample). The process
 ends with the connection. Its output, and its logs from LEVEL on, go to the Buffer's log; the shared memory MEMFD shows
 which job runs (see `pool.STATE`).
@@ -31,34 +31,32 @@ from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.rewards.pool import STATE
-from fusionrl.rewards.reward_call import RewardRaised, call_reward, reward_path
-from fusionrl.rewards.settings import GradingReader, PackedGrading
+from fusionrl.rewards.reward_call import PackedSettings, RewardRaised, call_reward, scorer_of
 
 T = TypeVar("T")
 BEAT_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 READY = frame(None)
-_gradings = GradingReader()
 
 
 class _Job:
     """One call: the samples, what they were like, and the answer."""
 
-    def __init__(self, number: int, grading: PackedGrading, call: str, payload: bytes) -> None:
+    def __init__(self, number: int, settings: PackedSettings, call: str, payload: bytes) -> None:
         self.number, self.call = number, call
-        self._pickled = grading, payload
+        self._pickled = settings, payload
         self.path: str | None = None  # of the function, and the samples, once both are unpickled
         self.samples: list[Sample] = []
 
     def start(self) -> object:
         """Unpickle the call, which runs code of the user's classes, and make it; returns the reward or an awaitable."""
-        grading = _gradings.read(self._pickled[0])
+        settings = self._pickled[0].read()
         self.samples, kwargs, loan = pickle.loads(self._pickled[1])
         if loan is not None:
             IMAGES.borrow(loan)
         self._before = [_attributes(sample) for sample in self.samples]
-        self.path = reward_path(grading, self.samples[0])
-        return call_reward(grading, self.samples if self.call == "group" else self.samples[0], **kwargs)
+        self.path = scorer_of(settings, self.samples[0]).path
+        return call_reward(settings, self.samples if self.call == "group" else self.samples[0], **kwargs)
 
     def answer(self, reward: object) -> bytes:
         """Return the frame of the reward, with what the function changed in its samples.

@@ -30,7 +30,7 @@ from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.observe.spans import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import length_reward
-from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rewards.reward_call import RewardSettings
 from fusionrl.rollout.event_loop import LoopSemaphore
 from fusionrl.rollout.generate_state import (
     GENERATED,

@@ -13,8 +13,7 @@ from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.data.prompts import PromptColumns, check_file
 from fusionrl.data.row_checks import RowChecker
-from fusionrl.rewards.labels import LabelCheck
-from fusionrl.rewards.registry import RM_TYPES, grade
+from fusionrl.rewards.registry import RM_TYPES, LabelCheck, grade
 
 Rows = Callable[..., Path]
 Found = Callable[..., tuple[list[str], tuple[str, ...]]]

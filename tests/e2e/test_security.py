@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from fusionrl.observe.rollouts import read_rollouts
-from fusionrl.rewards.code_run import REASONS
+from fusionrl.rewards.registry import REASONS
 from tests.e2e.hooks import hostile_programs
 from tests.e2e.launch import Launched, launch, metrics_of, run
 from tests.e2e.strangers import Listener, answers_as_a_store, command_of, is_loopback, listeners, what_a_stranger_gets

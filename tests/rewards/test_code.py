@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from fusionrl.rewards import code_run
-from fusionrl.rewards.code import last_python_block
-from fusionrl.rewards.code_run import is_same_output
+from fusionrl.rewards import code as code_reward
+from fusionrl.rewards.code import is_same_output, last_python_block
 from fusionrl.rewards.registry import grade
 
 STDIN = {"inputs": ["1 2\n", "5 7\n"], "outputs": ["3\n", "12"]}
@@ -55,7 +54,7 @@ def test_all_tests_or_nothing() -> None:
 
 
 def test_a_program_that_hangs_fails_its_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_run, "LIMITS", replace(code_run.LIMITS, cpu_s=1))
+    monkeypatch.setattr(code_reward, "LIMITS", replace(code_reward.LIMITS, cpu_s=1))
     source = "n = int(input())\nwhile n: pass\nprint(n)"
     assert code(block(source), {"inputs": ["0", "1"], "outputs": ["0", "1"]}) == 0.5
 

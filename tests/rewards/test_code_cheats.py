@@ -7,11 +7,10 @@ import pytest
 
 from fusionrl.buffer.rollout_report import rollout_metrics
 from fusionrl.data.sample import Sample
-from fusionrl.rewards import code_run
+from fusionrl.rewards import code
 from fusionrl.rewards.code import grade_all, grade_share
-from fusionrl.rewards.code_run import REASONS
-from fusionrl.rewards.reward_call import call_reward
-from fusionrl.rewards.settings import Grading
+from fusionrl.rewards.registry import REASONS
+from fusionrl.rewards.reward_call import RewardSettings, call_reward
 from fusionrl.sandbox import SandboxError
 from tests.rewards.cheats import CHEATS, EXPECTED, FEW_QUESTIONS, LABELS, NO_ANSWER
 
@@ -294,9 +293,9 @@ def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.Monk
     """In the weak mode without Landlock a program may kill its launcher. A sandbox that is broken is another thing."""
 
     lost = Mock(side_effect=SandboxError("the sandbox gave no report: its launcher was killed"))
-    monkeypatch.setattr(code_run, "_run_asking", lost)
+    monkeypatch.setattr(code, "_run_asking", lost)
     assert grade_share(block("x"), ["assert f() == 1"]) == (0.0, {"sandbox": 1})
-    monkeypatch.setattr(code_run, "probe", lost)
+    monkeypatch.setattr(code, "probe", lost)
     with pytest.raises(SandboxError, match="launcher was killed"):
         grade_share(block("x"), ["assert f() == 1"])
 
@@ -308,7 +307,7 @@ def test_a_judge_without_pipes_is_an_error_of_the_sandbox(monkeypatch: pytest.Mo
 
 
 def test_reasons_reach_the_sample_and_the_metrics() -> None:
-    grading = Grading(rm_type="code+format:0.1", allow_weak_sandbox=True)
+    grading = RewardSettings(None, rm_type="code+format:0.1", allow_weak_sandbox=True)
     metadata = {"shared": 1}
     samples = [
         Sample(index=i, response=block(f"def f(): return {i}"), label=["assert f() == 1"] * 2, metadata=metadata)

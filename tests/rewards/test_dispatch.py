@@ -14,7 +14,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, take_lost
 from fusionrl.rewards.registry import RM_TYPES
-from fusionrl.rewards.settings import GradingReader, RewardSettings
+from fusionrl.rewards.reward_call import RewardSettings
 
 HOOKS = """
 import asyncio, os
@@ -231,11 +231,12 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
     """The flags go to a user's function, as it has them elsewhere; a built-in reward gets the few that it reads."""
     args = flags(rm_type="exact", prompt_data=["x" * 1000], abort_event=threading.Event(), own=threading.Lock())
     settings = RewardSettings.of_args(args)
-    graded = GradingReader().read(settings.grading.packed())
+    graded = settings.for_call(None).packed().read()
     assert graded.args is None and (graded.rm_type, graded.format_regex) == ("exact", None)
-    for_hook = GradingReader().read(settings.grading.with_args(args).packed())
+    for_hook = settings.for_call("a.py:f").packed().read()
+    assert for_hook.args is not None
     assert vars(for_hook.args) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
-    other = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"])).grading
+    other = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"]))
     assert other.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}
 
 

@@ -18,8 +18,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of
 from fusionrl.data.stored_image import image_inputs
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
-from fusionrl.rewards.reward_call import LostReward, RewardRaised, is_async
-from fusionrl.rewards.settings import Grading, PackedGrading
+from fusionrl.rewards.reward_call import LostReward, PackedSettings, RewardRaised, RewardSettings, is_async
 
 GUILTY = 7
 HOOKS = """
@@ -100,12 +99,12 @@ def pool() -> Iterator[RewardPool]:
     made.close()
 
 
-def grading(path: str) -> PackedGrading:
+def grading(path: str) -> PackedSettings:
     """Return what a process is sent of the flags, for a user's function."""
-    return Grading(custom_rm_path=path).with_args(argparse.Namespace(custom_rm_path=path)).packed()
+    return RewardSettings(argparse.Namespace(custom_rm_path=path), custom_rm_path=path).packed()
 
 
-def call(pool: RewardPool, args: PackedGrading, samples: list[Sample], limit_s: float = 5.0, **more: Any) -> Any:
+def call(pool: RewardPool, args: PackedSettings, samples: list[Sample], limit_s: float = 5.0, **more: Any) -> Any:
     return pool.submit(args, samples, limit_s=limit_s, **{"call": "sample", "kwargs": {}, "is_async": False} | more)
 
 
@@ -236,7 +235,9 @@ def test_errors_come_back_as_what_they_say(pool: RewardPool, hooks: str) -> None
             score(pool, f"{hooks}:{name}", 1, 5.0)
     for label, kwargs in ((Strange(), {}), ("a", {"note": Strange()})):
         with pytest.raises(RewardRaised, match="TypeError"):
-            call(pool, Grading(rm_type="exact").packed(), [Sample(response="a", label=label)], kwargs=kwargs).result(30)
+            call(
+                pool, RewardSettings(None, rm_type="exact").packed(), [Sample(response="a", label=label)], kwargs=kwargs
+            ).result(30)
 
 
 def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from fusionrl.rewards.ifeval import INSTRUCTIONS, count_sentences, followed
-from fusionrl.rewards.labels import LabelCheck
+from fusionrl.rewards.instructions import INSTRUCTIONS, count_sentences, followed
 from fusionrl.rewards.length import length_penalty, soft_overlong_punishment
 from fusionrl.rewards.math_dapo_utils import compute_score, normalize_final_answer
 from fusionrl.rewards.math_utils import extract_answer, grade_answer_verl, is_equal_answer
-from fusionrl.rewards.registry import RM_TYPES, grade, parse_rm_type
+from fusionrl.rewards.registry import RM_TYPES, LabelCheck, grade, parse_rm_type, reward_of
 
 
 # ------------------------------------------------------------------------------------------------ boxes and math
@@ -53,7 +52,11 @@ def test_equal_answers(given: str, truth: str, wanted: bool) -> None:
 
 
 def test_exact() -> None:
-    assert [RM_TYPES["exact"](text, label) for text, label in ((" 42\n", "42"), ("42.", "42"), ("42", 42))] == [1, 0, 1]
+    assert [reward_of("exact")(text, label) for text, label in ((" 42\n", "42"), ("42.", "42"), ("42", 42))] == [
+        1,
+        0,
+        1,
+    ]
 
 
 def test_math_in_a_thread() -> None:
@@ -61,7 +64,7 @@ def test_math_in_a_thread() -> None:
     pytest.importorskip("math_verify")
     answers, labels = (r"so \boxed{\frac{1}{2}}", r"\boxed{3}", "none"), ("0.5", r"\frac{6}{2}", "5")
     with ThreadPoolExecutor(1) as thread:
-        assert list(thread.map(RM_TYPES["math_verify"], answers, labels)) == [1.0, 1.0, 0.0]
+        assert list(thread.map(reward_of("math_verify"), answers, labels)) == [1.0, 1.0, 0.0]
 
 
 def test_dapo() -> None:
@@ -74,10 +77,10 @@ def test_dapo() -> None:
 
 def test_gpqa() -> None:
     choices = {"choices": ["blue light", "red light", "no light", "a mirror"]}
-    assert RM_TYPES["gpqa"]("i see no colour", "C", choices) == 0.0, "a letter within a word is not a choice"
-    assert RM_TYPES["gpqa"]("The answer is a matter of optics.\nC", "C", choices) == 1.0, "an article"
+    assert reward_of("gpqa")("i see no colour", "C", choices) == 0.0, "a letter within a word is not a choice"
+    assert reward_of("gpqa")("The answer is a matter of optics.\nC", "C", choices) == 1.0, "an article"
     with pytest.raises(ValueError, match="label 'green' and metadata correct_letter None name none of the letters A"):
-        RM_TYPES["gpqa"]("C", "green", choices)
+        reward_of("gpqa")("C", "green", choices)
 
 
 # ------------------------------------------------------------------------------------------------ form
@@ -94,7 +97,7 @@ def test_gpqa() -> None:
     ],
 )
 def test_format(response: str, wanted: float) -> None:
-    assert RM_TYPES["format"](response, None, {}) == wanted
+    assert reward_of("format")(response, None, {}) == wanted
 
 
 def test_format_by_a_regex() -> None:
@@ -102,7 +105,7 @@ def test_format_by_a_regex() -> None:
         (" Reason: so\nit is\nAnswer: 5 ", "Reason: so\nAnswer: 5 apples"),
         {"format_regex": r"Reason:.+: \d+"},
     )
-    assert [RM_TYPES["format"](text, None, form) for text in texts] == [1.0, 0.0]
+    assert [reward_of("format")(text, None, form) for text in texts] == [1.0, 0.0]
 
 
 # ------------------------------------------------------------------------------------------------ IFEval
@@ -141,7 +144,7 @@ FOLLOWED: list[tuple[str, dict[str, Any], str, str]] = [  # id, kwargs, follows,
 
 
 def ifeval(response: str, names: list[str], kwargs: list[Any]) -> Any:
-    return RM_TYPES["ifeval"](response, None, {"instruction_id_list": names, "kwargs": kwargs})
+    return reward_of("ifeval")(response, None, {"instruction_id_list": names, "kwargs": kwargs})
 
 
 @pytest.mark.parametrize(("name", "kwargs", "follows", "breaks"), FOLLOWED)
@@ -160,8 +163,8 @@ def test_every_instruction_is_tested() -> None:
 def test_all_instructions_are_to_be_followed() -> None:
     metadata = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, None]}
     assert followed('"a"', metadata) == {"0:punctuation:no_comma": True, "1:startend:quotation": True}
-    assert RM_TYPES["ifeval"]('<think>one, two</think>"a"', None, metadata) == 1.0
-    assert RM_TYPES["ifeval"]("a", None, metadata) == 0.0
+    assert reward_of("ifeval")('<think>one, two</think>"a"', None, metadata) == 1.0
+    assert reward_of("ifeval")("a", None, metadata) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_bad_instructions_are_refused_for_any_response_and_when_the_data_are_rea
     metadata = {"instruction_id_list": [name], "kwargs": kwargs}
     for response in ("text", ""):
         with pytest.raises(ValueError, match=re.escape(part)):
-            RM_TYPES["ifeval"](response, None, metadata)
+            reward_of("ifeval")(response, None, metadata)
     assert part in str(LabelCheck("ifeval")(None, metadata))
 
 
@@ -300,16 +303,16 @@ def test_ifbench_asks_its_own_program(tmp_path: Path, monkeypatch: pytest.Monkey
     metadata = {"instruction_id_list": ["count:numbers", "words:last"], "record_id": "3", "prompt_text": "Two numbers."}
     metadata["kwargs"] = [{"N": 2, "word": None}, {"word": None}]  # parquet's nulls
     with pytest.raises(ValueError, match="clone https://github.com/allenai/IFBench"):
-        RM_TYPES["ifbench"]("1 2", None, metadata)
+        reward_of("ifbench")("1 2", None, metadata)
     (tmp_path / "evaluation_lib.py").write_text(IFBENCH)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert [RM_TYPES["ifbench"](text, None, metadata) for text in ("1 2", "1")] == [1.0, 0.0]
+    assert [reward_of("ifbench")(text, None, metadata) for text in ("1 2", "1")] == [1.0, 0.0]
     for empty in (None, [], [" "], "count:numbers"):
         with pytest.raises(ValueError, match="instruction_id_list"):
-            RM_TYPES["ifbench"]("1", None, {"instruction_id_list": empty})
+            reward_of("ifbench")("1", None, {"instruction_id_list": empty})
     spaced = {**metadata, "instruction_id_list": [" count:numbers", None, "words:last\n"], "kwargs": [{"N": 2}, {}, {}]}
-    assert RM_TYPES["ifbench"]("1 2", None, spaced) == 1.0
+    assert reward_of("ifbench")("1 2", None, spaced) == 1.0
     repeated = {**metadata, "kwargs": [{"N": 2}]}  # the last arguments are those of the rest, as in slime
     with pytest.raises(AssertionError, match=r"kwargs=\[\{'N': 2\}, \{'N': 2\}\]"):
-        RM_TYPES["ifbench"]("1", None, repeated)
+        reward_of("ifbench")("1", None, repeated)
     sys.modules.pop("evaluation_lib")

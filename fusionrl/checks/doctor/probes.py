@@ -23,8 +23,8 @@ from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import read_end_tokens
 from fusionrl.models.hf_folder import stored_tensors
 from fusionrl.rewards.dispatch import RewardError, score_group
-from fusionrl.rewards.registry import MODEL, REMOTE, parse_rm_type
-from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES, parse_rm_type, reward_of
+from fusionrl.rewards.reward_call import RewardSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,10 +193,6 @@ FORMS = (
     "<think>\nI see.\n</think>\n\\boxed{{label}}",
     "<think>\nI see.\n</think>\n<answer>{label}</answer>",
 )
-# Their label is not an answer (tests, instructions), or they do not read it.
-_NO_GOLD = frozenset({"code", "code_all", "ifeval", "ifbench", "format", "random"})
-# An answer has to have the whole label in it; elsewhere a label may be a solution of pages.
-_WHOLE_LABEL = frozenset({"exact", "last_number", "dapo"})
 _LIMIT_S = 20.0  # for one row; --reward-timeout-s where that is less
 
 
@@ -212,7 +208,9 @@ def gold_answers(label: object, gold: str | None) -> list[str]:
 def written_answers(config: Config, rows: Sequence[Sample], gold: str | None) -> list[str]:
     """Return the answers to `rows` that a model has to be able to write; none where they are unknown."""
     reward = config.reward
-    is_label = reward.custom_rm_path is None and reward.rm_type in _WHOLE_LABEL
+    is_label = (
+        reward.custom_rm_path is None and reward.rm_type in RM_TYPES and reward_of(reward.rm_type).label == "answer"
+    )
     if gold is None and not is_label:
         return []
     return [answer for row in rows for answer in gold_answers(row.label, gold or GOLD)]
@@ -234,7 +232,8 @@ def why_unprobed(config: Config) -> str | None:
     names = [part.name for part in parts.values()]
     if MODEL in names:
         return "a reward model scores, and needs its engine"
-    return f"--rm-type {reward.rm_type} reads no answer in the label" if set(names) <= _NO_GOLD else None
+    has_gold = any(reward_of(name).label not in ("tests", "unread") for name in names)
+    return None if has_gold else f"--rm-type {reward.rm_type} reads no answer in the label"
 
 
 def reward_findings(config: Config, args: Namespace, rows: Sequence[Sample], gold: str | None) -> list[Finding]:

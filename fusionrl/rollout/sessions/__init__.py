@@ -22,8 +22,7 @@ from numbers import Real
 from fusionrl.config.hooks import HookError, load_function, user_code
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import score_sample
-from fusionrl.rewards.reward_call import takes_a_list
-from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rewards.reward_call import RewardSettings, takes_a_list
 from fusionrl.rollout.generate import SamplingParams
 from fusionrl.rollout.sessions.session import CUT, NO_ROOM, Session, open_session
 
@@ -156,7 +155,7 @@ def _is_async(function: Callable[..., object]) -> bool:
 async def _share_reward(args: Namespace, samples: list[Sample]) -> None:
     """Score the last segment, which has the answer, and give its reward to all."""
     settings = RewardSettings.of_args(args)
-    if settings.is_group_call or takes_a_list(settings.grading.custom_rm_path):
+    if settings.is_group_call or takes_a_list(settings.custom_rm_path):
         return
     last = samples[-1]
     reward = await score_sample(settings, last)
