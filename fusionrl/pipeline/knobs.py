@@ -1,10 +1,12 @@
 """The controller's settings, and the pipelines, which are presets of them."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
 
-InFlight = Literal["drain", "retract", "in_place"]
-AtDeadline = Literal["wait", "drop"]
+
+def _knob(default: object = MISSING, *, least: int | None = None, flag: str | None = None) -> Any:
+    """Declare a knob: its least value, and the field of the flag that sets it, where there is one."""
+    return field(default=default, metadata={"least": least, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Knobs:
     fetches, so the weights of version v train fetches v * fetches_per_push up to (v + 1) * fetches_per_push - 1.
 
     groups_per_fetch       F
-    fetches_per_push       U: fetches trained between two pushes (slime's --update-weights-interval)
+    fetches_per_push       U: fetches trained between two pushes
     num_fetches            of the whole run; None: until the data end
     max_staleness          K: versions between the weights that sampled a token and those that it trains, at most
     lead                   L, 0 ≤ L ≤ K: how far ahead of need groups are admitted, in versions
@@ -31,19 +33,19 @@ class Knobs:
     exclusive              engines and trainers share devices and alternate
     """
 
-    groups_per_fetch: int
-    fetches_per_push: int = 1
-    num_fetches: int | None = None
-    max_staleness: int = 0
-    lead: float = 0.0
-    in_flight: InFlight = "drain"
-    at_deadline: AtDeadline = "wait"
-    spare_groups: int = 0
-    samples_per_group: int = 1
-    max_samples_in_flight: int = 1 << 30
-    max_tries: int = 1
-    max_failures_in_row: int = 1 << 30
-    exclusive: bool = False
+    groups_per_fetch: int = _knob(least=1)
+    fetches_per_push: int = _knob(1, least=1, flag="update_weights_interval")
+    num_fetches: int | None = _knob(None, least=1)
+    max_staleness: int = _knob(0, least=0, flag="max_staleness")
+    lead: float = _knob(0.0, flag="admission_lead")
+    in_flight: Literal["drain", "retract", "in_place"] = _knob("drain", flag="in_flight")
+    at_deadline: Literal["wait", "drop"] = _knob("wait", flag="at_deadline")
+    spare_groups: int = _knob(0, least=0)
+    samples_per_group: int = _knob(1, least=1)
+    max_samples_in_flight: int = _knob(1 << 30, least=1, flag="max_samples_in_flight")
+    max_tries: int = _knob(1, least=1, flag="max_group_tries")
+    max_failures_in_row: int = _knob(1 << 30, least=1, flag="max_failed_groups")
+    exclusive: bool = _knob(False)
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other.
@@ -51,32 +53,39 @@ class Knobs:
         Raises:
             ValueError: a setting, its value and the cure.
         """
-        least = {"groups_per_fetch": 1, "fetches_per_push": 1, "max_staleness": 0, "spare_groups": 0, "max_tries": 1}
-        least |= {"samples_per_group": 1, "max_samples_in_flight": 1, "max_failures_in_row": 1}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least {value}")
-        if self.num_fetches is not None and self.num_fetches < 1:
-            raise ValueError(f"num_fetches is {self.num_fetches}; give at least 1, or none")
+        for knob in fields(self):
+            value, least = getattr(self, knob.name), knob.metadata["least"]
+            if least is not None and value is not None and value < least:
+                raise ValueError(f"{shown(knob.name)} is {value}; give at least {least}")
+        staleness, lead, in_flight = map(shown, ("max_staleness", "lead", "in_flight"))
         if not 0 <= self.lead <= self.max_staleness:
-            raise ValueError(f"lead is {self.lead:g}; give 0 to max_staleness ({self.max_staleness})")
+            raise ValueError(f"{lead} is {self.lead:g}; give 0 to {staleness} ({self.max_staleness})")
         if self.spare_groups and self.max_staleness:
             # They are dropped at the end of their version, and groups of such a pipeline may be trained later.
             raise ValueError(
-                f"spare_groups is {self.spare_groups} with max_staleness {self.max_staleness}; give lead instead"
+                f"spare_groups is {self.spare_groups} with {staleness} {self.max_staleness}; give {lead} instead"
             )
         if self.exclusive and (self.max_staleness or self.in_flight != "drain"):
             raise ValueError(
-                "engines and trainers share devices, so nothing runs ahead: give max_staleness 0 and in_flight drain"
+                f"engines and trainers share devices, so nothing runs ahead: give {staleness} 0 and {in_flight} drain"
             )
         if self.in_flight != "drain" and not self.max_staleness:
             # The first tokens of samples that continue under new weights are a version old.
-            raise ValueError(f"in_flight is {self.in_flight}; give max_staleness of at least 1")
+            raise ValueError(f"{in_flight} is {self.in_flight}; give {staleness} of at least 1")
 
     @property
     def groups_per_version(self) -> int:
         """B: groups that one version of the weights trains."""
         return self.groups_per_fetch * self.fetches_per_push
+
+
+# Knob → the field of its flag.
+FLAGS: dict[str, str] = {knob.name: flag for knob in fields(Knobs) if (flag := knob.metadata["flag"])}
+
+
+def shown(name: str) -> str:
+    """Return a knob as messages call it: by its flag, where it has one."""
+    return f"--{FLAGS[name].replace('_', '-')}" if name in FLAGS else name
 
 
 IN_TURN = "on-policy"  # one rollout after the other, without the controller

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of, has_own_rollout, is_streamed
-from fusionrl.pipeline.knobs import IN_TURN, PIPELINES, Knobs
+from fusionrl.pipeline.knobs import FLAGS, IN_TURN, PIPELINES, Knobs
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan
@@ -19,15 +19,6 @@ FULLY_ASYNC = (
     "fusionrl.slime_api.fully_async.generate_rollout_fully_async",  # its name in older run folders
 )
 _ANY_ENGINES = 1_000_000  # where their number is not known yet
-# Knob → the flag's field.
-FLAGS = {
-    "max_staleness": "max_staleness",
-    "lead": "admission_lead",
-    "fetches_per_push": "update_weights_interval",
-    "in_flight": "in_flight",
-    "at_deadline": "at_deadline",
-    "max_samples_in_flight": "max_samples_in_flight",
-}
 
 
 def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs:
@@ -57,17 +48,12 @@ def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs
             groups_per_fetch=rollout.rollout_batch_size,
             spare_groups=spare,
             exclusive=config.cluster.colocate,
-            max_tries=knobs["max_group_tries"],
-            max_failures_in_row=knobs["max_failed_groups"],
             num_fetches=num_rollout or None,
             samples_per_group=rollout.n_samples_per_prompt + estimator_of(config.algorithm).needs_greedy_answer,
             **values,  # type: ignore[arg-type]  # of the types that the flags have
         )
     except ValueError as error:
-        text = str(error)
-        for knob, field in FLAGS.items():
-            text = text.replace(knob, "--" + field.replace("_", "-"))
-        raise ValueError(f"--pipeline {config.run.pipeline}: {text}") from error
+        raise ValueError(f"--pipeline {config.run.pipeline}: {error}") from error
 
 
 def described(knobs: Knobs) -> str:

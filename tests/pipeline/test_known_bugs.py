@@ -196,12 +196,12 @@ def test_trainers_and_engines_of_one_device_work_in_turn() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"lead": 1.0}, "lead is 1"),
-        ({"max_staleness": 1, "lead": 1.5}, "0 to max_staleness"),
-        ({"in_flight": "retract"}, "max_staleness of at least 1"),
+        ({"lead": 1.0}, "--admission-lead is 1"),
+        ({"max_staleness": 1, "lead": 1.5}, "0 to --max-staleness"),
+        ({"in_flight": "retract"}, "--max-staleness of at least 1"),
         ({"max_staleness": 1, "exclusive": True}, "share devices"),
-        ({"max_staleness": 1, "spare_groups": 3}, "give lead"),
-        ({"fetches_per_push": 0}, "fetches_per_push is 0"),
+        ({"max_staleness": 1, "spare_groups": 3}, "give --admission-lead"),
+        ({"fetches_per_push": 0}, "--update-weights-interval is 0"),
         ({"num_fetches": 0}, "num_fetches is 0"),
     ],
 )
