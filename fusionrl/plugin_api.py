@@ -79,7 +79,7 @@ __all__ = [
 
 
 def get_log_probs_and_entropy(*args: Any, **kwargs: Any) -> Any:
-    """For a custom loss, in a trainer: see `fusionrl.trainer.custom_loss.get_log_probs_and_entropy`."""
-    from fusionrl.trainer import custom_loss  # Megatron, which only trainers import
+    """For a custom loss, in a trainer: see `fusionrl.trainer.loss_hooks.get_log_probs_and_entropy`."""
+    from fusionrl.trainer import loss_hooks  # Megatron, which only trainers import
 
-    return custom_loss.get_log_probs_and_entropy(*args, **kwargs)
+    return loss_hooks.get_log_probs_and_entropy(*args, **kwargs)

@@ -37,8 +37,8 @@ WINGS = {
     "cpu": {
         "base/cpu_wing.py",
         "engines/launch_server.py",
-        *("trainer/layers.py", "trainer/local_attention.py", "trainer/norms.py", "trainer/packed_row.py"),
-        *("trainer/process_groups.py", "trainer/settings.py", "trainer/swiglu.py"),
+        *("trainer/layers.py", "trainer/local_attention.py", "trainer/local_layers.py", "trainer/packed_row.py"),
+        *("trainer/process_groups.py", "trainer/settings.py"),
     },
     "compat": {"cli/from_slime.py", *("config/hook_files.py", "config/slime_flags.py")},
 }

@@ -50,7 +50,7 @@ def test_lists_and_tables_are_shown_as_such(site: Path) -> None:
 
 
 def test_named_files_exist() -> None:
-    """Those of the pages, and those of a docstring or comment that says `trainer/packed_batch.py`."""
+    """Those of the pages, and those of a docstring or comment that says `trainer/packed_row.py`."""
     missing = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -58,14 +58,13 @@ def import_megatron() -> None:
     """Megatron-core on this machine's CPU, as trainers import it."""
     warnings.filterwarnings("ignore")
     from fusionrl.cpu import megatron_patches
-    from fusionrl.trainer import adam, megatron_versions
+    from fusionrl.trainer import megatron_core
 
     megatron_patches.install()
     import megatron.core  # noqa: F401 (patched right after)
 
     megatron_patches.patch()
-    megatron_versions.without_te()
-    adam.patch()
+    megatron_core.without_te()
 
 
 def become(layout: TrainerLayout, rank: int) -> None:
@@ -99,14 +98,14 @@ def build(
     """
     import torch
 
-    from fusionrl.trainer import freezing, lora, model
+    from fusionrl.trainer import lora, model
 
     become(layout, rank)
     values = {"mode": "sft", "precision": precision, "train_num_threads": 1, "lr": 1e-3}
     config = Config.from_flat(values | flags, passthrough)
     modules, transformer = model.build_model(config, shape, trainer_plan(config, layout), torch.device("cpu"))
     model.randomize(modules)
-    freezing.freeze(modules, shape, frozen_of(config, shape))
+    model.freeze(modules, shape, frozen_of(config, shape))
     if (spec := adapters_of(config, shape)) is not None:
         lora.attach(modules, transformer, shape, spec, 1)
     return config, modules, transformer
@@ -396,9 +395,8 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     """(bytes that autograd keeps of a forward pass, tokens of the rank's row, tokens of experts over an even share)."""
     import torch
 
-    from fusionrl.trainer.micro_batches import build_micro_batch
-    from fusionrl.trainer.packed_batch import BatchOptions as MicroBatchOptions
-    from fusionrl.trainer.packed_batch import Slicing
+    from fusionrl.trainer.micro_batches import BatchOptions as MicroBatchOptions
+    from fusionrl.trainer.micro_batches import Slicing, build_micro_batch
 
     shape, layout = layer_shape(case, num_layers), case.layout
     passthrough = PassThrough(transformer=case.transformer)
@@ -603,10 +601,9 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
 
     from fusionrl.trainer import model
     from fusionrl.trainer.loss import LossOptions
-    from fusionrl.trainer.micro_batches import build_micro_batch
-    from fusionrl.trainer.packed_batch import BatchOptions as MicroBatchOptions
-    from fusionrl.trainer.packed_batch import Slicing
-    from fusionrl.trainer.step import StepLoss, train_step
+    from fusionrl.trainer.micro_batches import BatchOptions as MicroBatchOptions
+    from fusionrl.trainer.micro_batches import Slicing, build_micro_batch
+    from fusionrl.trainer.steps import StepLoss, train_step
 
     layout, device, count = TrainerLayout(1), torch.device("cpu"), 2
     config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed), **flags)

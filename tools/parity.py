@@ -254,8 +254,8 @@ def all_logits(actor: Any, shard: TrainShard, groups: list[list[int]]) -> list[n
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from fusionrl.trainer.forward import forward_log_probs
     from fusionrl.trainer.micro_batches import build_micro_batch
+    from fusionrl.trainer.score import forward_log_probs
 
     options = actor.batch_options
     batches = [dataclasses.replace(build_micro_batch(shard, ids, None, options), selection=None) for ids in groups]

@@ -7,8 +7,8 @@ where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA
 gathering parts of different sizes, which gloo lacks. Four save time: no function is compiled by torch, its optimizers
 do not import its compiler, gradients are added in place, and a kernel rotates rows.
 
-`trainer/megatron_versions.py` mends what Megatron-core lacks without Transformer Engine, on a CPU or a GPU; the
-optimizer's stand-in is `trainer/adam.py`. Without the TransformerConfig values `OVERRIDES` a CPU run is wrong.
+`trainer/megatron_core.py` mends what Megatron-core lacks without Transformer Engine, on a CPU or a GPU, the
+optimizer's stand-in among it. Without the TransformerConfig values `OVERRIDES` a CPU run is wrong.
 """
 
 from __future__ import annotations

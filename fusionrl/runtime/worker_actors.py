@@ -18,11 +18,9 @@ from fusionrl.runtime.actor_process import (
     memory_of_torch,
     record_host_memory,
 )
-from fusionrl.trainer.critic import CriticTrainer
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
 from fusionrl.trainer.policy import PolicyTrainer
-from fusionrl.trainer.process_reward import ProcessRewardTrainer
-from fusionrl.trainer.profiler import Profiled
+from fusionrl.trainer.trainer_base import CriticTrainer, ProcessRewardTrainer, Profiled
 
 
 class BufferWorker(ActorProcess, BufferActor):

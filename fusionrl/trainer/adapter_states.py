@@ -2,7 +2,7 @@
 
 A state is all that a run of its own would have changed: the adapter's parameters, their fp32 master weights and
 moments, the optimizer's step counts, the position in the schedule, counters, skipped steps and RNG states. It comes
-back bit for bit.
+back bit for bit. In checkpoints an adapter is its tensors as the rules describe them, and loads at any layout.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from fusionrl.models.hf_io import gather_params
-from fusionrl.trainer.checkpoint import rng_state, set_rng_state
+from fusionrl.models.hf_io import gather_params, local_adapters, split_group
+from fusionrl.models.rules import Rule
+from fusionrl.models.shape import ModelShape
+from fusionrl.models.trainable import AdapterSpec
+from fusionrl.trainer.host_memory import WeightSet
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.steps import SkipWatch
-from fusionrl.trainer.weight_sets import WeightSet
+from fusionrl.trainer.process_groups import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.steps import SkipWatch
 
 
 @dataclass
@@ -109,3 +117,34 @@ def _optimizer_tensors(trained: Trained) -> Iterator[Tensor]:
             for param in group["params"]:
                 yield param.detach()
                 yield from (value for value in inner.optimizer.state[param].values() if isinstance(value, Tensor))
+
+
+def sharded_adapters(
+    chunks: list[torch.nn.Module], shape: ModelShape, spec: AdapterSpec
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Megatron name → this rank's part of each tensor of the adapters, as Megatron's checkpoints describe it."""
+    return {name: _sharded(rule, tensor) for name, rule, tensor in local_adapters(chunks, shape, spec)}
+
+
+def _sharded(rule: Rule, tensor: Tensor) -> ShardedTensor | ShardedTensorFactory:
+    """Describe a part as shards; one of gate over up in one tensor is two."""
+    group = split_group(rule)
+    rank, size = (0, 1) if rule.split == "replicated" else (group.rank(), group.size())
+    share = rule.share(rank, size)
+    count = len(share.slices)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if rule.expert is not None:
+        replicas = parallel_state.get_expert_data_parallel_group()
+    replica = (0, group.rank() if size == 1 else 0, replicas.rank())
+
+    def shards(key: str, whole: Tensor, replica_id: ReplicaId, _: slice | None = None) -> list[ShardedTensor]:
+        places = ((share.dim, number * size + rank, count * size) for number in range(count))
+        parts = whole.chunk(count, share.dim) if count > 1 else [whole]
+        return [
+            ShardedTensor.from_rank_offsets(key, part, place, replica_id=replica_id)
+            for part, place in zip(parts, places, strict=True)
+        ]
+
+    if count == 1:
+        return shards(rule.megatron, tensor, replica)[0]
+    return ShardedTensorFactory(rule.megatron, tensor, shards, lambda parts: torch.cat(parts, share.dim), replica)

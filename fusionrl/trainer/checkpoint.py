@@ -15,16 +15,14 @@ import hashlib
 import json
 import operator
 import os
-import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -38,10 +36,10 @@ from fusionrl.models.hf_io import gather_params, local_adapters
 from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.models.trainable import ADAPTER, Adapted, AdapterSpec, adapted_difference, adapter_rules, saved_in
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer import megatron_versions
-from fusionrl.trainer.adapter_checkpoint import sharded_adapters
+from fusionrl.trainer import megatron_core
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
 from fusionrl.trainer.model import Trained, unwrap
+from fusionrl.trainer.process_groups import rng_state, set_rng_state
 from fusionrl.trainer.safe_load import only_data
 
 DESCRIPTION = "fusionrl.json"
@@ -56,26 +54,6 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-
-
-def rng_state() -> dict[str, Any]:
-    """This rank's random number generators: Python, numpy, torch, the device's and Megatron's tracker."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` gave."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
 def state_hashes(trained: Trained, adapters: AdapterSpec | None = None) -> dict[str, str]:
@@ -135,6 +113,8 @@ def _load(folder: str, state: dict[str, Any], modules: Sequence[torch.nn.Module]
 def _trained_state(trained: Trained, shape: ModelShape, adapted: Adapted | None) -> Mapping[str, object]:
     if adapted is None:
         return _weights_state(trained.chunks)
+    from fusionrl.trainer.adapter_states import sharded_adapters
+
     return {"adapters": sharded_adapters(trained.chunks, shape, adapted.adapters)}
 
 
@@ -239,7 +219,7 @@ def _make_anew(partial: Path, folder: Path, rank: int) -> None:
 
 def _write_files(state: dict[str, Any], folder: Path, writer: WriterProcess | None) -> PendingFiles:
     with result_queue() as results:
-        request = megatron_versions.save_request(state, str(folder), _METADATA)
+        request = megatron_core.save_request(state, str(folder), _METADATA)
     return PendingFiles(request, results, writer)
 
 
@@ -340,7 +320,7 @@ def load(
         state = _sharded_state(trained, weights, layout, rank, loading=True, with_rng=same_layout)
         state = _load(path, state, trained.chunks if adapted is None else [])
         # fp32 master weights are views of the parameters, which want gradients
-        with torch.no_grad(), megatron_versions.groups_by_content():
+        with torch.no_grad(), megatron_core.groups_by_content():
             for _, rule, tensor in local_adapters(trained.chunks, shape, adapted.adapters) if adapted else ():
                 tensor.copy_(state["adapters"][rule.megatron])
             trained.optimizer.load_state_dict(state["optimizer"])

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from fusionrl.models.kinds import Delta
 from fusionrl.models.kinds.delta import CHUNK
-from fusionrl.trainer.context_parallel import zigzag_positions
-from fusionrl.trainer.local_attention import PackedLayout
-from fusionrl.trainer.norms import PlainNorm
+from fusionrl.trainer.local_layers import PlainNorm
+from fusionrl.trainer.packed_row import PackedLayout, zigzag_positions
 
 _DIVIDED = ("conv_weight", "dt_bias", "A_log")
 

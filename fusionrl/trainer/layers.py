@@ -36,11 +36,11 @@ from torch import Tensor
 from fusionrl.models.kinds import Delta, Full, Grouped, Kind, Latent, Window
 from fusionrl.models.kinds.attention import Yarn, is_yarn
 from fusionrl.models.shape import ModelShape
-from fusionrl.trainer import megatron_versions
+from fusionrl.trainer import megatron_core
 from fusionrl.trainer.gated_delta import GatedDelta, GatedSelfAttention
-from fusionrl.trainer.local_attention import PackedLayout, SDPACoreAttention
-from fusionrl.trainer.norms import LocalNorm
-from fusionrl.trainer.swiglu import ACTIVATIONS
+from fusionrl.trainer.local_attention import SDPACoreAttention
+from fusionrl.trainer.local_layers import ACTIVATIONS, LocalNorm
+from fusionrl.trainer.packed_row import PackedLayout
 
 
 def block_spec(transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -146,10 +146,10 @@ def _fit_traits(layer: TransformerLayerSubmodules, transformer: TransformerConfi
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
             layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-            megatron_versions.mlp_submodules(layer).linear_fc1 = TEColumnParallelLinear
+            megatron_core.mlp_submodules(layer).linear_fc1 = TEColumnParallelLinear
     if shape.output_norms or shape.residual_scale != 1.0:
         layer.self_attention.module = _changed_output(layer.self_attention.module, shape)
-        megatron_versions.set_mlp_module(layer, _changed_output(LocalMLP, shape))
+        megatron_core.set_mlp_module(layer, _changed_output(LocalMLP, shape))
 
 
 def _changed_output(module: type, shape: ModelShape) -> type:

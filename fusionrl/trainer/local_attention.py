@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
@@ -22,35 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from fusionrl.trainer.attention_buckets import Bucket, Places
-from fusionrl.trainer.context_parallel import whole_row, zigzag_positions
-
-if TYPE_CHECKING:
-    from fusionrl.cpu.kernels import RowTable
-    from fusionrl.trainer.image_rows import ImageRows
-
-
-@dataclass
-class PackedLayout(PackedSeqParams):
-    """Megatron's description of packed sequences, with more that the modules here need; built once per batch.
-
-    lengths    padded length of each sequence over all context-parallel ranks
-    buckets    attention calls of the batch; unused under context parallelism
-    table      the same sequences for our own kernel, where that is for them
-    positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
-               after the other; then Megatron sees one sequence, and rotary embeddings are taken by these
-    axes       [3, T] positions of the tokens of all context-parallel ranks in time, row and column: a model that sees
-    images     the images that this rank puts into its row; None: it has none
-    masks      of buckets in layers that need some, by the bucket's number and the window
-    """
-
-    lengths: tuple[int, ...] = ()
-    buckets: tuple[Bucket, ...] = ()
-    table: RowTable | None = None
-    positions: Tensor | None = None
-    axes: Tensor | None = None
-    images: ImageRows | None = None
-    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+from fusionrl.trainer.packed_row import Bucket, PackedLayout, Places, whole_row, zigzag_positions
 
 
 def _padded(x: Tensor, places: Places, count: int) -> Tensor:

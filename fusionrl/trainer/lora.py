@@ -2,7 +2,7 @@
 
 A layer gets a child `adapter`, whose output a forward hook adds to the layer's. Of a layer whose rows are divided over
 tensor-parallel ranks, each rank has A whole and its rows of B; of one whose columns are, its columns of A and B whole.
-So [tokens, rank] crosses ranks, not [tokens, hidden]. Weights keep their values and want no gradients (`freezing.py`).
+So [tokens, rank] crosses ranks, not [tokens, hidden]. Weights keep their values and want no gradients (`model.freeze`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The loss of a micro-batch, and its metrics as sums that are right when added up over ranks.
 
 One denominator: the loss is `sum_t weights_t * l_t`, where `weights` already hold the global count of the
-optimizer step (see `packed_batch.py`). So losses and gradients are sums over micro-batches and ranks, and no split
+optimizer step (see `micro_batches.py`). So losses and gradients are sums over micro-batches and ranks, and no split
 changes them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,10 +24,12 @@ from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.config.run_parts import policy_loss_name
-from fusionrl.trainer.context_parallel import sum_over_context_ranks
-from fusionrl.trainer.loss_hooks import LossHooks
-from fusionrl.trainer.packed_batch import MicroBatch
+from fusionrl.trainer.micro_batches import MicroBatch
+from fusionrl.trainer.process_groups import sum_over_context_ranks
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.loss_hooks import LossHooks
 
 
 @dataclass(frozen=True)

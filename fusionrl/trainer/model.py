@@ -1,17 +1,15 @@
 """Build what is trained: the GPT model, its data-parallel wrapper, the optimizer and its schedule."""
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,19 +18,23 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
+from fusionrl.models import families
+from fusionrl.models.hf_io import local_tensors
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import model_errors
 from fusionrl.plan.lr_schedule import lr_decay_steps, warm_up_steps
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.layers import block_spec, finish_layers
-from fusionrl.trainer.lora import GradientWatch, adapters
-from fusionrl.trainer.multi_token import mtp_spec
 from fusionrl.trainer.outputs import ChosenOutputs, ValueModel
-from fusionrl.trainer.routing import RoutingReplay
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.lora import GradientWatch
+    from fusionrl.trainer.routing import RoutingReplay
 
 
 @dataclass
@@ -117,6 +119,11 @@ def _build_chunk(
             from fusionrl.trainer.vision import SeeingModel
 
             kind = SeeingModel
+        mtp = None
+        if shape.mtp_layers and place["post_process"]:
+            from fusionrl.trainer.multi_token import mtp_spec
+
+            mtp = mtp_spec(transformer, shape, place["vp_stage"])
         return kind(
             transformer,
             spec if is_spec else block_spec(transformer, shape, place["vp_stage"]),
@@ -126,7 +133,7 @@ def _build_chunk(
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rope_theta,
-            mtp_block_spec=mtp_spec(transformer, shape, place["vp_stage"]) if place["post_process"] else None,
+            mtp_block_spec=mtp,
             **sight,
             **place,
         )
@@ -265,8 +272,7 @@ def build_training(
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
     )
-    watch = GradientWatch() if any(True for _ in adapters(chunks)) else None
-    return Trained(chunks, transformer, optimizer, scheduler, watch=watch)
+    return Trained(chunks, transformer, optimizer, scheduler)
 
 
 def _count_padding(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -328,3 +334,28 @@ def unwrap(module: torch.nn.Module) -> ChosenOutputs:
     while not isinstance(module, ChosenOutputs):
         module = module.module
     return module
+
+
+def freeze(modules: list[torch.nn.Module], shape: ModelShape, frozen: Set[str]) -> None:
+    """Freeze the parameters whose Megatron names are in `frozen`, before the model is wrapped."""
+    if not frozen:
+        return
+    rules = families.model_rules(shape)
+    sources = {name for megatron in frozen for name in rules[megatron].hf}
+    for name, rule, tensor in local_tensors(modules, shape):
+        if sources.issuperset(rule.hf):  # by these names also the copy of a tied embedding
+            tensor.requires_grad_(False)
+            if name.startswith("embedding."):
+                _want_gradients(modules)
+
+
+def _want_gradients(modules: list[torch.nn.Module]) -> None:
+    """Let embeddings want gradients: layers that are computed again in backward have none without."""
+
+    def want(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+        wants = torch.is_grad_enabled() and not output.requires_grad
+        return output.detach().requires_grad_() if wants else output
+
+    for model in map(unwrap, modules):  # of several pipeline pieces one has it
+        if hasattr(model, "embedding"):
+            model.embedding.register_forward_hook(want)

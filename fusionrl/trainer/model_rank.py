@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
     from fusionrl.trainer.checkpoint import Saving
     from fusionrl.trainer.checkpoint_io import WriterProcess
+    from fusionrl.trainer.host_memory import Offload, WeightSet
     from fusionrl.trainer.model import Trained
-    from fusionrl.trainer.offload import Offload
     from fusionrl.trainer.train_hooks import TrainHooks
-    from fusionrl.trainer.weight_sets import WeightSet
 
 
 # On a CPU, of what a step frees: the next one takes it again, and does not wait for the system to map it.
@@ -126,8 +125,7 @@ class ModelRank:
 
             self._writer = WriterProcess()
         modules, transformer = self.setup_model(master_addr, master_port)
-        from fusionrl.trainer.freezing import freeze
-        from fusionrl.trainer.model import build_training
+        from fusionrl.trainer.model import build_training, freeze
 
         freeze(modules, self.shape, self.frozen)
         if self.adapter_spec is not None:
@@ -136,7 +134,9 @@ class ModelRank:
             start = config.run.seed, only_folder(config)
             lora.attach(modules, transformer, self.shape, self.adapter_spec, *start)
         self.trained = build_training(config, modules, transformer, self.trainer_plan)
-        from fusionrl.trainer.megatron_spans import record_megatron
+        if self.adapter_spec is not None:
+            self.trained.watch = lora.GradientWatch()
+        from fusionrl.trainer.megatron_core import record_megatron
 
         record_megatron(self.trained, self.device)
         give_freed_back()  # the files of the weights, as they were read
@@ -193,7 +193,7 @@ class ModelRank:
 
         Every other method takes back what it needs by itself.
         """
-        from fusionrl.trainer.offload import Offload
+        from fusionrl.trainer.host_memory import Offload
 
         if self._offload is None:
             self._offload = Offload(self.trained, self.device, folder=self.config.cluster.offload_folder)
@@ -212,7 +212,7 @@ class ModelRank:
         """
         from fusionrl.models.hf_io import read_local_weights
         from fusionrl.trainer import checkpoint
-        from fusionrl.trainer.weight_sets import WeightSet
+        from fusionrl.trainer.host_memory import WeightSet
 
         if not is_megatron_folder(folder):
             shape = read_model_shape(folder, flag, sees=self.shape.vision is not None)
@@ -232,7 +232,7 @@ class ModelRank:
     def keep_weights(self, name: str) -> None:
         """Keep the weights that the model has now in host memory as the set `name`, for `score`."""
         from fusionrl.models.hf_io import gather_params
-        from fusionrl.trainer.weight_sets import WeightSet
+        from fusionrl.trainer.host_memory import WeightSet
 
         self.reload()
         gather_params(self.trained.chunks)

@@ -30,7 +30,7 @@ from torch import Tensor
 from fusionrl.models.families import get_family
 from fusionrl.models.shape import ModelShape
 from fusionrl.trainer.layers import fitted_layer, plain_block_spec
-from fusionrl.trainer.norms import LocalNorm
+from fusionrl.trainer.local_layers import LocalNorm
 
 if TYPE_CHECKING:
     from fusionrl.trainer.packed_row import PackedRow
@@ -121,10 +121,8 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 def mtp_spec(
     transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None
-) -> MultiTokenPredictionBlockSubmodules | None:
-    """Spec of all layers of multi-token prediction, which stand on the last stage; None: the model has none."""
-    if not shape.mtp_layers:
-        return None
+) -> MultiTokenPredictionBlockSubmodules:
+    """Spec of all layers of multi-token prediction, which stand on the last stage."""
     is_local = transformer.transformer_impl == "local"
     (*_, last) = plain_block_spec(transformer, vp_stage).layer_specs
     spec = get_mtp_layer_spec(fitted_layer(last, shape.mtp_kinds, transformer, shape), not is_local)

@@ -1,6 +1,9 @@
 """GPT models whose last stage gives what the trainer asks for: log-probs of chosen tokens, or a critic's values."""
 
-from typing import Any
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -14,8 +17,27 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from fusionrl.trainer.log_probs import chunked_log_probs
-from fusionrl.trainer.multi_token import Ahead, predict_ahead
-from fusionrl.trainer.packed_batch import Selection
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.multi_token import Ahead
+
+
+@dataclass
+class Selection:
+    """The hidden states that go through the output layer, and their use.
+
+    positions  [N] in this rank's packed row, of the tokens that predict a chosen one
+    targets    [N] the chosen tokens' ids
+    temperature  what logits are divided by: one number, or [N]
+    ahead      what each layer of multi-token prediction computes in training
+    """
+
+    positions: Tensor
+    targets: Tensor
+    temperature: float | Tensor
+    chunk_size: int | None
+    entropy_grad: bool = False
+    ahead: tuple[Ahead, ...] = ()
 
 
 class ChosenOutputs(GPTModel):
@@ -58,6 +80,7 @@ class ChosenOutputs(GPTModel):
             if hook.__module__ == DistributedDataParallel.__module__:  # overlapped gathering waits for the weight
                 hook(self.output_layer, ())
         if labels.ahead and self.training:
+            from fusionrl.trainer.multi_token import predict_ahead
 
             def of_layer(hidden: Tensor, work: Ahead) -> Tensor:
                 chosen = Selection(work.positions, work.targets, 1.0, labels.chunk_size)

@@ -6,25 +6,55 @@ would compute alone, and its gradient is the sum over the samples, so losses and
 samples a prompt that is as long as their responses, the model runs over five tokens instead of eight.
 """
 
+from __future__ import annotations
+
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from fusionrl.plan.memory.activations import LONGEST_ROW
-from fusionrl.trainer.attention_buckets import LONG_PROMPT, plan_buckets
-from fusionrl.trainer.context_parallel import zigzag_positions
-from fusionrl.trainer.local_attention import PackedLayout
-from fusionrl.trainer.packed_batch import BatchOptions
-from fusionrl.trainer.routing import FREE
+
+if TYPE_CHECKING:
+    from fusionrl.cpu.kernels import RowTable
+    from fusionrl.trainer.micro_batches import BatchOptions
+    from fusionrl.trainer.vision import ImageRows
 
 # Tokens without sharing ÷ with it, from which a row shares its prompts: below, finding the shared tokens again in
 # each layer's attention costs more than the prompt saves. Measured on a CPU (docs/results/performance.md): it costs
 # less where prompts are short, as no row of attention leaves them out, and none needs a mask.
 LEAST_GAIN = 1.3
 LEAST_GAIN_SHORT = 1.1
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """Megatron's description of packed sequences, with more that the modules here need; built once per batch.
+
+    lengths    padded length of each sequence over all context-parallel ranks
+    buckets    attention calls of the batch; unused under context parallelism
+    table      the same sequences for our own kernel, where that is for them
+    positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
+               after the other; then Megatron sees one sequence, and rotary embeddings are taken by these
+    axes       [3, T] positions of the tokens of all context-parallel ranks in time, row and column: a model that sees
+    images     the images that this rank puts into its row; None: it has none
+    masks      of buckets in layers that need some, by the bucket's number and the window
+    """
+
+    lengths: tuple[int, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    table: RowTable | None = None
+    positions: Tensor | None = None
+    axes: Tensor | None = None
+    images: ImageRows | None = None
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,6 +86,8 @@ class PackedRow:
         """
         if options.replay_layers is None or not recorded:
             return None
+        from fusionrl.trainer.routing import FREE
+
         layers, slicing = options.replay_layers, options.slicing
         experts = np.full((self.local.numel(), len(layers), recorded[0].shape[-1]), FREE, np.int16)
         for part, row in reversed(list(zip(recorded, self.rows, strict=True))):
@@ -187,3 +219,178 @@ class _Filling:
 
 def _fed(sequence: np.ndarray, keeps_last: bool) -> np.ndarray:
     return sequence if keeps_last else sequence[: max(sequence.size - 1, 1)]
+
+
+# Sequences up to this length share one padded attention call however much they differ: the call costs more.
+SHORT_SEQUENCE = 64
+# A prompt is left out of siblings' queries where it is at least as long, and as long as their own tokens. Below, the
+# rows of all siblings in one causal call, of which a half is not computed, cost less. Measured on a CPU.
+LONG_PROMPT = 256
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens of a bucket's rows stand. Indices are None where they would change nothing.
+
+    length   that each row is padded to
+    sources  [tokens] packed token of each token of the rows; rows may share packed tokens
+    cells    [tokens] where each goes in the padded [count * length]
+    """
+
+    length: int
+    sources: Tensor | None
+    cells: Tensor | None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows (sequences) that share one padded attention call.
+
+    count    rows in it
+    rows     their tokens: keys and values
+    queries  those of them that ask: the same, or the tokens after a prompt that another row computes
+    mask     [queries' length, rows' length] True where a query sees a key; None: causal, the queries are the rows
+    outputs  [outputs] cells of the queries whose result is kept, one a packed token; None: every one
+    targets  [outputs] packed token that each is the result of; None: they are the packed row, in its order
+    """
+
+    count: int
+    rows: Places
+    queries: Places
+    mask: Tensor | None
+    outputs: Tensor | None
+    targets: Tensor | None
+
+
+def plan_buckets(
+    rows: Sequence[np.ndarray],
+    num_tokens: int,
+    device: torch.device | str = "cpu",
+    prompts: Sequence[int] | None = None,
+) -> list[Bucket]:
+    """Group rows so that none is padded to more than twice itself.
+
+    rows                packed tokens of each sequence, in its order; tokens of the row of `num_tokens` in none are
+                        padding
+    num_tokens, device  of the packed row, and of the indices
+    prompts             how many tokens at its begin each row may share with others; None: none
+    """
+    planner = _Planner(rows, num_tokens, device)
+    unshared, families = _families(rows, prompts)
+    parts = [(group, 0) for group in _by_length(unshared, [row.size for row in rows])]
+    for prompt, members in families:
+        parts += [(group, prompt) for group in _by_length(members, [row.size - prompt for row in rows])]
+    return [planner.bucket(sorted(group), prompt, is_alone=len(parts) == 1) for group, prompt in parts]
+
+
+def _families(
+    rows: Sequence[np.ndarray], prompts: Sequence[int] | None
+) -> tuple[list[int], list[tuple[int, list[int]]]]:
+    """(rows that are computed whole; (prompt, rows of which it is left out) of each long prompt that rows share)."""
+    siblings: dict[tuple[int, int], list[int]] = defaultdict(list)
+    unshared = []
+    for i, row in enumerate(rows):
+        prompt = prompts[i] if prompts is not None else 0
+        if prompt >= LONG_PROMPT and row.size > prompt:
+            siblings[int(row[0]), prompt].append(i)
+        else:
+            unshared.append(i)
+    families = []
+    for (_, prompt), members in siblings.items():
+        # The longest computes the prompt: it would pad the others most.
+        first, *rest = sorted(members, key=lambda i: -rows[i].size)
+        unshared.append(first)
+        left_out = [i for i in rest if rows[i].size - prompt <= prompt]
+        unshared += [i for i in rest if rows[i].size - prompt > prompt]
+        if left_out:
+            families.append((prompt, left_out))
+    return unshared, families
+
+
+def _by_length(chosen: list[int], sizes: Sequence[int]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for i in sorted((i for i in chosen if sizes[i]), key=lambda i: -sizes[i]):
+        longest = sizes[groups[-1][0]] if groups else 0
+        if groups and (2 * sizes[i] >= longest or longest <= SHORT_SEQUENCE):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+class _Planner:
+    """Makes buckets one after the other; each packed token is the output of the first bucket that has it."""
+
+    def __init__(self, rows: Sequence[np.ndarray], num_tokens: int, device: torch.device | str) -> None:
+        self.rows, self.num_tokens, self.device = rows, num_tokens, device
+        self._claimed = np.zeros(num_tokens, dtype=bool)
+
+    def bucket(self, chosen: list[int], prompt: int, is_alone: bool) -> Bucket:
+        """Make the bucket of these rows, of which `prompt` tokens do not ask."""
+        rows = [self.rows[i] for i in chosen]
+        asking = [row[prompt:] for row in rows]
+        length = max(row.size for row in asking)
+        sources, cells = np.concatenate(asking), _cells(asking, length)
+        targets, first = np.unique(sources, return_index=True)
+        new = ~self._claimed[targets]
+        targets, outputs = targets[new], cells[first[new]]
+        self._claimed[targets] = True
+        is_everything = is_alone and targets.size == self.num_tokens
+        queries = self._places(asking, length, is_everything)
+        mask = None
+        if prompt:
+            mask = torch.ones(length, prompt + length, dtype=torch.bool, device=self.device).tril_(prompt)
+        return Bucket(
+            count=len(rows),
+            rows=self._places(rows, prompt + length, is_everything) if prompt else queries,
+            queries=queries,
+            mask=mask,
+            outputs=self._index(outputs, np.array_equal(outputs, np.arange(len(rows) * length))),
+            targets=self._index(targets, is_everything),
+        )
+
+    def _places(self, rows: Sequence[np.ndarray], length: int, is_everything: bool) -> Places:
+        sources, cells = np.concatenate(rows), _cells(rows, length)
+        return Places(
+            length=length,
+            sources=self._index(sources, is_everything and np.array_equal(sources, np.arange(self.num_tokens))),
+            cells=self._index(cells, cells.size == len(rows) * length),
+        )
+
+    def _index(self, values: np.ndarray, is_identity: bool) -> Tensor | None:
+        return None if is_identity else torch.from_numpy(values).to(self.device)
+
+
+def _cells(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    return np.concatenate([index * length + np.arange(row.size) for index, row in enumerate(rows)])
+
+
+# ---- context parallelism: each rank holds two pieces of every sequence
+def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the packed sequence that `cp_rank` holds, in its local order.
+
+    Each sequence is cut into 2 * cp pieces, of which rank r holds the r-th and the r-th from the end, so that
+    causal attention costs every rank the same. Every length must be a multiple of 2 * cp_size, for cp_size > 1.
+    """
+    start, pieces = 0, [torch.zeros(0, dtype=torch.long)]
+    for length in lengths:
+        if cp_size == 1:
+            pieces.append(torch.arange(start, start + length))
+        else:
+            assert length % (2 * cp_size) == 0, f"length {length} is not a multiple of {2 * cp_size}"
+            piece = length // (2 * cp_size)
+            for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+                pieces.append(torch.arange(start + index * piece, start + (index + 1) * piece))
+        start += length
+    return torch.cat(pieces)
+
+
+def whole_row(part: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """[t, ...] of each rank's tokens -> [T, ...] in the packed row's order, on each of them.
+
+    The gradient of each part is summed over the ranks.
+    """
+    order = torch.cat([zigzag_positions(lengths, group.size(), rank) for rank in range(group.size())])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel())
+    return gather_from_sequence_parallel_region(part.contiguous(), True, group).index_select(0, places.to(part.device))

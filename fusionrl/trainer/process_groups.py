@@ -2,18 +2,21 @@
 
 import os
 import random
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from fusionrl.base import cpu_wing
 from fusionrl.base.group_stores import join_group_store
 from fusionrl.base.imports import without_collections
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer import adam, megatron_versions
+from fusionrl.trainer import megatron_core
 
 T = TypeVar("T")
 
@@ -38,8 +41,7 @@ def join_ranks(
         from fusionrl.cpu import megatron_patches
 
         megatron_patches.patch()
-    megatron_versions.without_te()
-    adam.patch()
+    megatron_core.without_te()
     torch.cuda.set_device(device)
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(
@@ -74,11 +76,59 @@ def seed_rank(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
+def rng_state() -> dict[str, Any]:
+    """This rank's random number generators: Python, numpy, torch, the device's and Megatron's tracker."""
+    from megatron.core import tensor_parallel
+
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` gave."""
+    from megatron.core import tensor_parallel
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return each rank's `value`, on each of them, in their order; of all ranks, or of a group's."""
     everywhere = [value] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, value, group=group)
     return everywhere
+
+
+def sum_over_context_ranks() -> Callable[[Tensor], Tensor] | None:
+    """Return the function that sums a tensor over these ranks, as its backward does; None where there is one rank."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    return None if group.size() == 1 else lambda values: _Sum.apply(values, group)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group's ranks, in either direction. Megatron's functions reduce no gradient that is expanded;
+    torch's `distributed.nn.functional.all_reduce` is deprecated, and warns of it in every rank."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        values = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None
 
 
 def leave_ranks() -> None:

@@ -13,7 +13,7 @@ from fusionrl.observe.spans import phase
 from fusionrl.plan.adapters import adapter_folders
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
-from fusionrl.trainer.adapter_trainer import AdapterTrainer
+from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fusionrl.weights.send import WeightSender
 
 
-class PushSource(AdapterTrainer):
+class PushSource(TrainerBase):
     """A rank that takes part in weight pushes. The process that has it sets `plan` and `host`, its node's address."""
 
     plan: Plan

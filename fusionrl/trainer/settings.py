@@ -74,7 +74,7 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
     """
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-    from fusionrl.trainer.swiglu import ACTIVATIONS
+    from fusionrl.trainer.local_layers import ACTIVATIONS
 
     layout, impl = plan.layout, installed_impl(config, plan.device, plan.precision)
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
@@ -119,7 +119,7 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "variable_seq_lengths": True,
         # Refused as "allgather" with variable lengths, even by a model without experts.
         "moe_token_dispatcher_type": "alltoall",
-        # Makes data-parallel gradients sums, not means; see step.py.
+        # Makes data-parallel gradients sums, not means; see steps.py.
         "calculate_per_token_loss": True,
         # On a CPU by `cpu.megatron_patches`; on a GPU it needs apex, or Transformer Engine's layers. Autograd sees no
         # such gradient: a user's model may have hooks on a weight, or use it twice.

@@ -1,32 +1,36 @@
-"""A trainer of any role: its rank's model, and the stages that all roles have (see `stages.py`)."""
+"""Trainers by role: the stages that all have (see `shards.py`); the critic, the process reward model; profiles."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import os
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.config.hooks import HookError, user_code
+from fusionrl.models.shape import ModelShape
 from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.observe.spans import phase
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
+from fusionrl.trainer.shards import Handed, Prepared, add_token_values, columns_of, pull, sample_columns
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from fusionrl.data.train_batch import TrainShard
     from fusionrl.trainer.loss import LossOptions
-    from fusionrl.trainer.packed_batch import BatchOptions
-    from fusionrl.trainer.sample_columns import SampleColumns
+    from fusionrl.trainer.micro_batches import BatchOptions
     from fusionrl.trainer.score import Scorer
-    from fusionrl.trainer.shard_pull import ColumnSource, ShardSource
-    from fusionrl.trainer.stages import Prepared
+    from fusionrl.trainer.shards import ColumnSource, SampleColumns, ShardSource
     from fusionrl.trainer.step_report import StepReport
     from fusionrl.trainer.steps import SkipWatch, Stepping
-
 
 MAX_NAMED = 16  # samples in a message
 
@@ -80,7 +84,7 @@ class TrainerBase(ModelRank):
     @property
     def batch_options(self) -> BatchOptions:
         """Options of packing micro-batches for training."""
-        from fusionrl.trainer.packed_batch import BatchOptions
+        from fusionrl.trainer.micro_batches import BatchOptions
 
         return BatchOptions.of(self.config, self.layout, self.shape, self.trained, self.device, self.role)
 
@@ -99,6 +103,10 @@ class TrainerBase(ModelRank):
         num_before, knobs = self.counters["optimizer_steps"] + self.counters["skipped"], self.trainer_plan.knobs
         return Stepping(self.config, self.scorer, self.loss, self.hooks, self._skips, num_before, knobs=knobs)
 
+    def lent_adapter(self, name: str | None) -> AbstractContextManager[None]:
+        """Within it the model computes with this one of several adapters, for a forward pass or an export."""
+        return nullcontext()
+
     @phase("score")
     def score(self, shard: ShardSource, weights: str | None = None, only_weights: bool = False) -> list[np.ndarray]:
         """Log-probs of all response tokens; nothing is trained. Of a critic: the value before each of them.
@@ -111,11 +119,12 @@ class TrainerBase(ModelRank):
         """
         from fusionrl.trainer.model import forget_images
         from fusionrl.trainer.score import score_samples
-        from fusionrl.trainer.shard_pull import pull
 
+        pulled = pull(shard)
         self.reload(only_weights)
         try:
-            return score_samples(pull(shard), self.scorer, weights=weights, all_responses=True).samples
+            with self.lent_adapter(pulled.adapter):
+                return score_samples(pulled, self.scorer, weights=weights, all_responses=True).samples
         finally:
             forget_images(self.trained)
 
@@ -129,7 +138,6 @@ class TrainerBase(ModelRank):
         names the samples that it was at, and the file of the run that has them.
         """
         from fusionrl.trainer.model import forget_images
-        from fusionrl.trainer.shard_pull import pull
 
         self.reload()
         shard = pull(source, columns)
@@ -169,7 +177,6 @@ class TrainerBase(ModelRank):
 
     def take_steps(self, rollout_id: int, prepared: Prepared) -> Learned:
         """Take the optimizer steps of a prepared shard."""
-        from fusionrl.trainer.sample_columns import add_token_values, sample_columns
         from fusionrl.trainer.steps import take_steps
 
         counters, stepping = self.counters, self.stepping
@@ -186,3 +193,116 @@ class TrainerBase(ModelRank):
             if self.config.run.save_token_values:
                 add_token_values(samples, prepared.shard, token_scores)
         return Learned(reports, prepared.metrics, samples)
+
+
+_MAX_MEMORY_EVENTS = 1_000_000
+
+
+class Profiled:
+    """A process that can be profiled: from `start_profile` to `stop_profile`."""
+
+    _profile: torch.profiler.profile | None = None
+
+    def start_profile(self, tool: str) -> None:
+        """Begin; `tool`: torch, memory or nsys."""
+        import torch
+
+        if tool == "torch":
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profile = torch.profiler.profile(activities=activities)
+            self._profile.start()
+        elif tool == "memory":
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+        else:
+            torch.cuda.profiler.start()
+
+    def stop_profile(self, tool: str, path: str) -> None:
+        """End, and write what was recorded: `path` with .trace.json.gz or .pickle; nsys writes its own file."""
+        import torch
+
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if tool == "torch" and self._profile is not None:
+            profile, self._profile = self._profile, None
+            profile.stop()
+            plain = f"{path}.tmp.json"
+            profile.export_chrome_trace(plain)
+            _compress(plain, f"{path}.trace.json.gz")
+        elif tool == "memory":
+            torch.cuda.memory._dump_snapshot(f"{path}.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        elif tool == "nsys":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+def _compress(plain: str, path: str) -> None:
+    with open(plain, "rb") as source, gzip.open(f"{path}.part", "wb", compresslevel=1) as target:
+        shutil.copyfileobj(source, target)
+    os.replace(f"{path}.part", path)  # under its name it is complete
+    os.unlink(plain)
+
+
+class CriticTrainer(TrainerBase):
+    """A rank of the critic, whose value head in place of the output layer is zeros where the checkpoint has none."""
+
+    role: ClassVar[Role | None] = "critic"
+
+    def read_shape(self) -> ModelShape:
+        """The shape of --critic-load, with a value head."""
+        return super().read_shape().with_value_head()
+
+    @phase("values")
+    def values(self, shard: ShardSource) -> Handed:
+        """Return the column values: the value before each response token of this rank's shard that is trained on."""
+        from fusionrl.trainer.score import score_samples
+
+        self.reload()
+        pulled = pull(shard)
+        pulled.fields["values"] = score_samples(pulled, self.scorer).flat
+        return {}, columns_of(pulled, ("values",))
+
+    def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
+        """Learn the returns of this rank's shard: as of `PolicyTrainer`, with `critic/…` metrics.
+
+        `columns`: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
+        """
+
+        with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
+            return self.learn(rollout_id, Prepared(pulled))[0]
+
+
+class ProcessRewardTrainer(TrainerBase):
+    """A rank of the process reward model, which is measured against the weights that it starts with."""
+
+    role: ClassVar[Role | None] = "prm"
+
+    def setup(self, master_addr: str, master_port: int) -> SetupFacts:
+        """Set up the model, and keep its weights."""
+        facts = super().setup(master_addr, master_port)
+        self.keep_weights("ref")
+        return facts
+
+    @phase("process rewards")
+    def process_rewards(self, rollout_id: int, shard: ShardSource) -> Handed:
+        """Train on the outcomes of this rank's shard, and then reward each token that is trained on.
+
+        The outcome is 1 where the raw reward is above 0, else 0. Returns `prm/…` metrics over all ranks, the same on
+        every rank; and the column process_rewards.
+        """
+        import numpy as np
+        import torch
+
+        from fusionrl.algorithms.token_advantages import implicit_rewards
+        from fusionrl.trainer.score import score_samples
+
+        with self._pulled(rollout_id, shard) as pulled:
+            fields, scorer = pulled.fields, self.scorer
+            fields["outcomes"] = np.repeat((fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
+            fields["ref_log_probs"] = score_samples(pulled, scorer, weights="ref").flat
+            metrics, _ = self.learn(rollout_id, Prepared(pulled))
+        log_probs, before, mask = score_samples(pulled, scorer).flat, fields["ref_log_probs"], fields["loss_mask"]
+        tensors = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))
+        fields["process_rewards"] = implicit_rewards(*tensors, self.config.prm.prm_beta)[0].numpy()
+        return metrics, columns_of(pulled, ("process_rewards",))

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
-from fusionrl.trainer.local_attention import PackedLayout
+from fusionrl.trainer.packed_row import PackedLayout
 from plugins.models.short_conv import ShortConv
 
 

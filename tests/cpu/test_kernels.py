@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fusionrl.cpu import kernel_library, kernels
-from fusionrl.cpu.row_functions import rms_norm, rotate
-from fusionrl.trainer.swiglu import swiglu
+from fusionrl.cpu.rotary import rotate
+from fusionrl.cpu.row_norm import rms_norm
+from fusionrl.trainer.local_layers import swiglu
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = [(1, 5), (3, 7), (65, 32), (300, 128), (128, 576)]  # the last two are worth a second thread

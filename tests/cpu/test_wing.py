@@ -22,16 +22,13 @@ import numpy as np
 import torch
 import tests.trainer.rank_imports
 import fusionrl.trainer.checkpoint_io
-import fusionrl.trainer.critic
 import fusionrl.trainer.policy
 import fusionrl.trainer.process_groups
-import fusionrl.trainer.process_reward
 import fusionrl.trainer.settings
 from megatron.core.transformer import TransformerConfig
-from fusionrl.trainer.norms import LocalNorm
-from fusionrl.trainer.packed_batch import BatchOptions, Slicing
+from fusionrl.trainer.local_layers import LocalNorm, swiglu
+from fusionrl.trainer.micro_batches import BatchOptions, Slicing
 from fusionrl.trainer.packed_row import pack_row
-from fusionrl.trainer.swiglu import swiglu
 
 options = BatchOptions(Slicing(), torch.device("meta"), 1.0, None, local_attention=True)
 assert pack_row([np.zeros(9, np.int64)] * 2, [1, 1], options).layout.table is None

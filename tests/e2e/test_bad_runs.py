@@ -40,7 +40,7 @@ def test_files_beside_hooks_in_every_process(rl_flags: list[str], tmp_path: Path
     assert f'File "{hooks / "c" / "hook.py"}", line 2, in f\n' in last
     assert f'File "{hooks / "c" / "helper.py"}", line 2, in divide\n' in last
     assert f"in {file.path}\n" in last and "the samples that it was at: " in last
-    assert "fusionrl/trainer/custom_loss.py" in (run_dir / "logs" / "driver.log").read_text()
+    assert "fusionrl/trainer/loss_hooks.py" in (run_dir / "logs" / "driver.log").read_text()
 
 
 # What `a` makes is an object of a class in its helper; it travels to the reward processes and to the trainers.

@@ -40,9 +40,8 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     warnings.filterwarnings("ignore")
     import tests.trainer.rank_imports  # noqa: F401  # Megatron; a fork has it already
-    from fusionrl.trainer.critic import CriticTrainer
     from fusionrl.trainer.policy import PolicyTrainer
-    from fusionrl.trainer.process_reward import ProcessRewardTrainer
+    from fusionrl.trainer.trainer_base import CriticTrainer, ProcessRewardTrainer
 
     trainers: dict[str | None, Any] = {None: PolicyTrainer, "critic": CriticTrainer, "prm": ProcessRewardTrainer}
     gc.freeze()  # each actor's end collects garbage; what was imported is none

@@ -8,7 +8,6 @@ from fusionrl.base.imports import without_collections
 with warnings.catch_warnings(), without_collections():
     warnings.simplefilter("ignore")
     cpu_wing.prepare_megatron()
-    import fusionrl.trainer.critic
     import fusionrl.trainer.model  # and with it Megatron
     import fusionrl.trainer.policy
-    import fusionrl.trainer.process_reward  # noqa: F401
+    import fusionrl.trainer.trainer_base  # noqa: F401

@@ -16,8 +16,8 @@ from fusionrl.config.config import Config
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.trainer_plan import TrainerPlan
+from fusionrl.trainer.local_layers import swiglu
 from fusionrl.trainer.settings import installed_impl, rank_device
-from fusionrl.trainer.swiglu import swiglu
 from tests.models.test_families import shape_of
 from tests.trainer.trainer_worker import config_of
 

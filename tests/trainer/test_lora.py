@@ -160,10 +160,10 @@ def test_experts_without_tokens(workers, hf):
 
 def no_want(actor: Any, is_patched: bool) -> None:
     """Let frozen embeddings of models that are built from now on want no gradient; or want them again."""
-    from fusionrl.trainer import freezing
+    from fusionrl.trainer import model
 
-    kept = vars(freezing).setdefault("_kept", freezing._want_gradients)
-    freezing._want_gradients = (lambda modules: None) if is_patched else kept
+    kept = vars(model).setdefault("_kept", model._want_gradients)
+    model._want_gradients = (lambda modules: None) if is_patched else kept
 
 
 def bypass(actor: Any) -> None:

@@ -43,11 +43,9 @@ def gradients_of(actor, shard, config, thetas, olds):
 
     thetas, olds  sample -> [response_length] float64 log-probs of the policy now, and of the one that acted
     """
-    from fusionrl.trainer.advantages import add_advantages
+    from fusionrl.trainer.advantages import add_advantages, pair_advantages, select_tokens
     from fusionrl.trainer.loss import LossOptions, micro_batch_loss
-    from fusionrl.trainer.micro_batches import build_micro_batches
-    from fusionrl.trainer.packed_batch import BatchOptions
-    from fusionrl.trainer.selection import pair_advantages, select_tokens
+    from fusionrl.trainer.micro_batches import BatchOptions, build_micro_batches
 
     names = shard.fields["sample_index"].tolist()
     flat = [np.concatenate([np.zeros(0), *(table[i] for i in names)]) for table in (thetas, olds)]
@@ -189,7 +187,7 @@ def test_samples_that_train_nothing_are_as_good_as_none(workers, hf, values):
 
 def pair_advantages_of(actor, shard, log_probs, reference):
     """(shard with its advantages, metrics) of a shard's first step."""
-    from fusionrl.trainer.selection import pair_advantages
+    from fusionrl.trainer.advantages import pair_advantages
 
     own, others = (np.concatenate([x[i] for i in shard.fields["sample_index"]]) for x in (log_probs, reference))
     shard.fields |= {"ref_log_probs": others, "advantages": np.zeros_like(own)}

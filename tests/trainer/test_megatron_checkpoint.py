@@ -70,7 +70,7 @@ def save_as_megatron_lm(actor, path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from fusionrl.trainer import checkpoint, megatron_versions
+    from fusionrl.trainer import checkpoint, megatron_core
     from fusionrl.trainer.checkpoint_io import PendingFiles, result_queue
     from fusionrl.trainer.model import unwrap
 
@@ -90,7 +90,7 @@ def save_as_megatron_lm(actor, path: str) -> None:
         (Path(path) / "latest_checkpointed_iteration.txt").write_text("20")
     dist.barrier()
     with result_queue() as results:
-        request = megatron_versions.save_request(state, str(folder), {})
+        request = megatron_core.save_request(state, str(folder), {})
     PendingFiles(request, results, None).finish()
 
 

@@ -24,7 +24,7 @@ def rank(workers, hf):
 
 
 def options(**values):
-    from fusionrl.trainer.packed_batch import BatchOptions, Slicing
+    from fusionrl.trainer.micro_batches import BatchOptions, Slicing
 
     slicing = Slicing(**{name: values.pop(name) for name in ("cp_size", "cp_rank") if name in values})
     is_local = values.pop("local_attention", True)
@@ -169,7 +169,7 @@ def test_only_a_cpu_attends_with_a_mask_to_leave_out_a_long_prompt() -> None:
 def steps_taken(actor, shard) -> tuple[list[int], list[float]]:
     """(optimizer steps that were taken when each look ahead was asked, what of it is reported)."""
     from fusionrl.trainer import steps
-    from fusionrl.trainer.shard_pull import pull
+    from fusionrl.trainer.shards import pull
 
     taken = []
 

@@ -17,7 +17,7 @@ from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.rollout import weight_versions
-from fusionrl.trainer.staleness_bound import check_staleness
+from fusionrl.trainer.steps import check_staleness
 from tests.plan.shards import build_shards
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 

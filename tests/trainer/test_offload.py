@@ -14,7 +14,7 @@ from fusionrl.cli.device import detect_device
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.pinned import BLOCK, pinned_bytes
-from fusionrl.trainer.pinned_memory import PinnedMemory
+from fusionrl.trainer.host_memory import PinnedMemory
 from tests.trainer.trainer_worker import Samples, config_of
 
 BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
@@ -29,7 +29,7 @@ def resident(actor) -> int:
 
 def shares(actor) -> tuple[int, int]:
     """(bytes of gradients, bytes that are kept elsewhere), while all is away"""
-    from fusionrl.trainer.offload import _zero
+    from fusionrl.trainer.host_memory import _zero
 
     chunks, offload = actor.trained.chunks, actor._offload
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -162,7 +162,7 @@ class Nccl(OldNccl):
 def test_groups_of_two_kinds(caplog):
     """A colocated run has NCCL's groups of Megatron and a gloo group for objects; it ended at its first reload."""
     megatron_patches.install()
-    from fusionrl.trainer.offload import suspend_nccl
+    from fusionrl.trainer.host_memory import suspend_nccl
 
     gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     for verb in ("suspend", "resume"):
@@ -180,14 +180,14 @@ def test_groups_of_two_kinds(caplog):
 def test_what_was_suspended_is_resumed_once_and_in_order(monkeypatch):
     """Also by a rank that holds no weights, which are what else says that all is away."""
     megatron_patches.install()
-    from fusionrl.trainer import offload
+    from fusionrl.trainer import host_memory
 
     calls = []
     backends = [Nccl(calls=calls), Nccl(calls=calls)]
-    monkeypatch.setattr(offload, "backends_of_groups", lambda device: iter(backends))
+    monkeypatch.setattr(host_memory, "backends_of_groups", lambda device: iter(backends))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     trained = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))
-    memory = offload.Offload(trained, torch.device("cuda"))
+    memory = host_memory.Offload(trained, torch.device("cuda"))
     for method in (memory.offload, memory.offload, memory.reload, memory.reload):
         method()
     assert calls == [(verb, backend) for verb in ("suspend", "resume") for backend in backends]
@@ -195,7 +195,7 @@ def test_what_was_suspended_is_resumed_once_and_in_order(monkeypatch):
 
 def kinds(actor) -> list[str]:
     """The backends that a rank's groups have for a GPU: on a CPU all of Megatron's are gloo's, which answers for it."""
-    from fusionrl.trainer.offload import backends_of_groups
+    from fusionrl.trainer.host_memory import backends_of_groups
 
     return [backend.name() for backend in backends_of_groups(torch.device("cuda"))]
 

@@ -129,7 +129,7 @@ def test_model_parallel_layouts(workers, hf, sizes, family, tied):
 
 def gradient_of_context_sum(actor):
     """Of a reducer that only adds up: autograd hands the sum a gradient that is one number, expanded."""
-    from fusionrl.trainer.context_parallel import sum_over_context_ranks
+    from fusionrl.trainer.process_groups import sum_over_context_ranks
 
     values = torch.full((3,), actor.rank + 1.0, requires_grad=True)
     with warnings.catch_warnings():

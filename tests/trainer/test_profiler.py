@@ -13,8 +13,8 @@ import torch
 from fusionrl.observe import spans
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.observe.timeline.trace_file import build, read_trace, trace_files
-from fusionrl.trainer.megatron_spans import MegatronSpans
-from fusionrl.trainer.profiler import Profiled
+from fusionrl.trainer.megatron_core import MegatronSpans
+from fusionrl.trainer.trainer_base import Profiled
 from tests.observe.trace_format import faults
 
 
@@ -119,7 +119,7 @@ def test_what_does_nothing_is_not_recorded(records: Any, monkeypatch: pytest.Mon
     timers, begin = MegatronSpans(), time.monotonic_ns()
     now = iter([begin, begin + 10_000, begin + 20_000, begin + 2_000_000])  # a busy machine may stop us in between
     with monkeypatch.context() as patch:
-        patch.setattr("fusionrl.trainer.megatron_spans.time", SimpleNamespace(monotonic_ns=lambda: next(now)))
+        patch.setattr("fusionrl.trainer.megatron_core.time", SimpleNamespace(monotonic_ns=lambda: next(now)))
         for name in ("embedding-grads-all-reduce", "all-grads-sync"):
             timers(name, log_level=1).start()
             timers(name).stop()

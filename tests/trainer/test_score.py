@@ -7,8 +7,7 @@ import pytest
 
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.sample_columns import columns_of
-from fusionrl.trainer.shard_pull import pull
+from fusionrl.trainer.shards import columns_of, pull
 from tests.trainer.trainer_worker import Samples, config_of
 
 

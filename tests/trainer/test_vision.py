@@ -326,8 +326,7 @@ def test_in_bf16(workers: LocalRanks, case: Callable[[str], Case], tmp_path: Pat
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_features_in_bf16_enter_hidden_states_in_fp32(is_trained: bool) -> None:
     """As by --fp32-residual-connection, which layers without Transformer Engine lack. Autograd gives the same."""
-    from fusionrl.trainer.image_rows import ImageRows
-    from fusionrl.trainer.vision import _Add, _Merge
+    from fusionrl.trainer.vision import ImageRows, _Add, _Merge
 
     rows, sources = torch.tensor([1, 2, 5, 6]), torch.tensor([0, 1, 0, 1])
     images, hidden = ImageRows({}, rows, sources), torch.randn(8, 4, requires_grad=True)

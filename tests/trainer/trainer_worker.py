@@ -71,8 +71,7 @@ def gradients(actor: Any) -> dict[str, np.ndarray]:
 
 def advantages(actor: Any, shard: TrainShard, columns: Sequence[Any] = ()) -> tuple[dict, np.ndarray, dict]:
     """The shard's advantages as the trainer prepares them, by position and one after the other; and its metrics."""
-    from fusionrl.trainer.sample_columns import columns_of
-    from fusionrl.trainer.shard_pull import pull
+    from fusionrl.trainer.shards import columns_of, pull
 
     prepared = actor._prepare(1, pull(shard, columns))
     by_position = {i: found["advantages"] for i, found in columns_of(prepared.shard, ("advantages",)).items()}
@@ -135,8 +134,8 @@ def train_on_squares(actor: Any, shard: TrainShard) -> float:
     """One backward pass of the sum of squared values; a stand-in for a critic's loss that needs nothing else."""
     import torch
 
-    from fusionrl.trainer.forward import run_forward
     from fusionrl.trainer.micro_batches import build_micro_batches
+    from fusionrl.trainer.score import run_forward
 
     def squares(batch: Any, output: Any) -> Any:
         loss = (output[0] ** 2).sum()

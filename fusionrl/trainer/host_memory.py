@@ -1,11 +1,11 @@
-"""Give a trainer's memory away while engines generate on the same device, and take it back bit for bit.
+"""A trainer's memory on the host: further sets of weights, and what it gives away while engines use its device.
 
-Copied to the host: the buffer of weights, the optimizer's moments and its master weights. That of gradients is given
-away without a copy, as every step begins with zeros; and with the weights NCCL gives the buffers of its process groups
-away, where torch (2.13) and NCCL (2.29.7) can. On a GPU copies go to pinned host memory; on a CPU, where that is the
-same memory, to a file that has no name. Every view (parameters, shards, buckets) stays valid: on a GPU each storage is
-shrunk to nothing and later grown again; on a CPU, where torch does not resize what numpy has seen, the system takes
-the pages back and gives empty ones later.
+Given away, and taken back bit for bit: the buffer of weights, the optimizer's moments and its master weights. That of
+gradients needs no copy, as every step begins with zeros; and with the weights NCCL gives the buffers of its process
+groups away, where torch (2.13) and NCCL (2.29.7) can. On a GPU copies go to pinned host memory; on a CPU, where that
+is the same memory, to a file that has no name. Every view (parameters, shards, buckets) stays valid: on a GPU each
+storage is shrunk to nothing and later grown again; on a CPU, where torch does not resize what numpy has seen, the
+system takes the pages back and gives empty ones later.
 """
 
 from __future__ import annotations
@@ -16,18 +16,136 @@ import logging
 import mmap
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fusionrl.base.process import give_freed_back
+from fusionrl.models.hf_io import local_tensors
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.memory.pinned import BLOCK
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class PinnedMemory:
+    """Keeps tensors' bytes one after the other in blocks. `allocate` makes a block of `block` bytes."""
+
+    def __init__(self, allocate: Callable[[int], Tensor] = _pinned, block: int = BLOCK) -> None:
+        self._allocate, self._block = allocate, block
+        self._left: Tensor | None = None  # of the last block
+
+    def keep(self, data: Tensor) -> Kept:
+        """Copy `data`, which is contiguous and on any device; on a GPU the copy is under way on the current stream."""
+        pieces, missing = [], data.numel() * data.element_size()
+        while missing:
+            if self._left is None or not self._left.numel():
+                self._left = self._allocate(self._block)
+            piece, self._left = self._left[:missing], self._left[missing:]
+            pieces.append(piece)
+            missing -= piece.numel()
+        copies = Kept(pieces)
+        copies.write(data)
+        return copies
+
+
+class Kept:
+    """The bytes of one tensor, in pieces of pinned memory."""
+
+    def __init__(self, pieces: list[Tensor]) -> None:
+        self._pieces = pieces
+
+    def write(self, data: Tensor) -> None:
+        """Copy `data` here, which has as many bytes as what was kept."""
+        for piece, part in self._with(data):
+            piece.copy_(part, non_blocking=True)
+
+    def read(self, data: Tensor) -> None:
+        """Copy what is here into `data`."""
+        for piece, part in self._with(data):
+            part.copy_(piece, non_blocking=True)
+
+    def _with(self, data: Tensor) -> list[tuple[Tensor, Tensor]]:
+        flat = data.detach().view(-1).view(torch.uint8)
+        sizes = [piece.numel() for piece in self._pieces]
+        return list(zip(self._pieces, flat.split(sizes), strict=True)) if sizes else []
+
+
+class WeightSet:
+    """This rank's part of a set of weights, in host memory, in the model's precision.
+
+    `weights`: (parameter or buffer of the model, its value in this set).
+    """
+
+    def __init__(self, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
+        memory = PinnedMemory()
+        self._weights = [(param, _on_host(value.detach().to(param.dtype), param, memory)) for param, value in weights]
+
+    @classmethod
+    def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> WeightSet:
+        """The weights that the model has now."""
+        return cls((tensor, tensor) for _, _, tensor in local_tensors(chunks, shape))
+
+    def rebind(self, tensors: Iterable[Tensor]) -> WeightSet:
+        """Take other tensors of the same sizes for those of the model: a load makes the optimizer's anew."""
+        self._weights = [(tensor, saved) for tensor, (_, saved) in zip(tensors, self._weights, strict=True)]
+        return self
+
+    def update(self) -> None:
+        """Take the weights that the model has now, into the memory that the set has."""
+        for param, saved in self._weights:
+            if isinstance(saved, Kept):
+                saved.write(param)
+            else:
+                saved.copy_(param.detach())
+
+    def put_back(self) -> None:
+        """Give the model these weights for good."""
+        with torch.no_grad():
+            for param, saved in self._weights:
+                if isinstance(saved, Kept):
+                    saved.read(param)
+                else:
+                    param.copy_(saved)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Within it the model computes with these weights. Nothing may be trained or saved there.
+
+        Parameters are pointed at other memory and back, so the trained weights are neither copied nor
+        touched.
+        """
+        trained = [param.data for param, _ in self._weights]
+        try:
+            for param, saved in self._weights:
+                param.data = _on_device(saved, param)
+            yield
+        finally:
+            for (param, _), data in zip(self._weights, trained, strict=True):
+                param.data = data
+
+
+def _on_host(tensor: Tensor, param: Tensor, memory: PinnedMemory) -> Tensor | Kept:
+    if param.is_cuda:
+        return memory.keep(tensor.contiguous())
+    return tensor.to("cpu", copy=True)  # what was read is a view of a mapped file
+
+
+def _on_device(saved: Tensor | Kept, param: Tensor) -> Tensor:
+    if not isinstance(saved, Kept):
+        return saved
+    data = torch.empty_like(param.data)
+    saved.read(data)
+    return data
 
 
 logger = logging.getLogger(__name__)

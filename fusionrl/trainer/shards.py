@@ -1,15 +1,80 @@
-"""Columns by samples: what one group of trainers hands to another, and what training found out about each sample."""
+"""A rank's shard of a rollout: the stages that it passes, and columns that go from and to other trainers.
+
+    pull        TrainShard, of which this rank may change the fields
+    score       Prepared: log-probs of before the first step, as far as loss and advantages need them
+    advantages  Prepared: everything that the loss needs
+    pack        the micro-batches of each optimizer step, once the step before is taken
+    steps       a StepReport for each; then the rollout's metrics
+
+Hooks are called at the borders between the stages (`train_hooks.py`). A critic and a process reward model have no
+advantages; their shards are prepared when they are pulled and scored.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.observe.spans import span
+from fusionrl.weights.remote_calls import get
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from torch import Tensor
 
 Columns = dict[int, dict[str, np.ndarray]]  # position of a sample in the rollout -> name -> [response_length]
 # The same with one value a sample, or with --save-token-values also one a response token, NaN where none is known.
 SampleColumns = dict[int, dict[str, float | int | np.ndarray]]
 Handed = tuple[dict[str, float], Columns]  # metrics for the driver; columns, which it passes on unseen
+# The experts that routers chose when they were recorded: samples of a micro-batch → [tokens, mixtures, topk].
+Experts: TypeAlias = "dict[tuple[int, ...], Tensor]"
+ShardSource: TypeAlias = "TrainShard | list[ObjectRef]"
+ColumnSource: TypeAlias = "Columns | ObjectRef"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A shard with columns that were added, the experts that were recorded, and metrics of its making (no prefix)."""
+
+    shard: TrainShard
+    experts: Experts = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShard:
+    """Return the shard with a dict of fields of its own: trainers add to it, and in one process others may read it.
+
+    source   the shard, or `[ref]` with a Ray reference to it
+    columns  what `columns_of` gave on each data-parallel rank of the trainers that computed it, or references
+
+    Raises ValueError for a sample without a prompt token, for nothing predicts the first token of a text.
+    """
+    with span("pull"):
+        first = source[0] if isinstance(source, list) else source
+        shard: TrainShard = first if isinstance(first, TrainShard) else get(first)
+    bad = np.flatnonzero((shard.response_lengths > 0) & (shard.response_lengths >= shard.total_lengths))
+    if bad.size:
+        i = int(bad[0])
+        raise ValueError(
+            f"sample {int(shard.fields['sample_index'][i])} has {int(shard.total_lengths[i])} tokens, all of "
+            "them response: the first token of a text is predicted by nothing; give the sample at least one "
+            "prompt token"
+        )
+    return replace(shard, fields=shard.fields | _columns_for(shard, columns))
+
+
+def _columns_for(shard: TrainShard, columns: Sequence[ColumnSource]) -> dict[str, np.ndarray]:
+    """Name → flat array over the response tokens of the shard's samples."""
+    merged: Columns = {}
+    for part in columns:
+        merged |= part if isinstance(part, dict) else get(part)
+    names = next(iter(merged.values()), {})
+    rows = [merged[position] for position in shard.fields["position"].tolist()] if columns else []
+    return {name: np.concatenate([np.zeros(0, np.float32), *(row[name] for row in rows)]) for name in names}
 
 
 def columns_of(shard: TrainShard, names: Sequence[str]) -> Columns:
