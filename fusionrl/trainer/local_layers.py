@@ -53,7 +53,7 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
         """[..., h] → the same shape and type."""
         weight = self.weight.float() + 1
         if cpu_wing.lacks_cuda():
-            from fusionrl.cpu.row_norm import rms_norm
+            from fusionrl.cpu.row_functions import rms_norm
 
             assert self.eps is not None
             return rms_norm(hidden.float(), weight, self.eps).to(hidden.dtype)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fusionrl.cpu import kernel_library, kernels
-from fusionrl.cpu.rotary import rotate
-from fusionrl.cpu.row_norm import rms_norm
+from fusionrl.cpu.row_functions import rms_norm, rotate
 from fusionrl.trainer.local_layers import swiglu
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
