@@ -40,7 +40,7 @@ WINGS = {
         *("trainer/layers.py", "trainer/local_attention.py", "trainer/local_layers.py", "trainer/packed_row.py"),
         *("trainer/process_groups.py", "trainer/settings.py"),
     },
-    "compat": {"cli/from_slime.py", *("config/hook_files.py", "config/slime_flags.py")},
+    "compat": {"cli/from_slime.py", *("config/hook_files.py", "config/passed_flags.py")},
 }
 # Which rooms, or files, may import these packages at all; the others start without them.
 HEAVY = {

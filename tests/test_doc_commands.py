@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fusionrl import cli
-from fusionrl.config.fields import FIELDS
-from fusionrl.config.plan_flags import PLAN_FLAGS
+from fusionrl.config.config import FIELDS
+from fusionrl.config.passed_flags import PLAN_FLAGS
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.rollouts import RolloutWriter
 from tests.observe.view_runs import sample

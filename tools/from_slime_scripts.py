@@ -30,7 +30,7 @@ from fusionrl.compat.slime.flags.table import TABLE
 from fusionrl.compat.slime.flags.translate import translate
 from fusionrl.compat.slime.scripts.markers import left_parts, plain
 from fusionrl.compat.slime.scripts.script import Launch, read_script
-from fusionrl.config.fields import FIELDS
+from fusionrl.config.config import FIELDS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.models.shape import shape_from_hf_config

@@ -27,7 +27,7 @@ import ray
 from fusionrl.base.environment import extended_environment
 from fusionrl.base.sockets import LOOPBACK
 from fusionrl.config.config import Config
-from fusionrl.config.groups.model import WeightsGroup
+from fusionrl.config.model import WeightsGroup
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.http import call
 from fusionrl.models.shape import ModelShape, read_model_shape

@@ -7,7 +7,7 @@ no other code compares the name. Nothing here needs torch: the command line and 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ FlagValue = bool | int | float | str
 
 _PRICED = ("gamma", "kl_coef", "kl_coef_type")
 ACCURACY = "fusionrl.rollout.filters.check_accuracy_in_range"
+NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,24 @@ ESTIMATORS: dict[str, Estimator] = {
         preset={"prm_beta": 0.05, "calculate_per_token_loss": True, "dynamic_sampling_filter_path": ACCURACY},
     ),
 }
+
+
+# Algorithms without an estimator of their own: flags over another one, or over the default.
+_COMPOSED: dict[str, dict[str, Any]] = {
+    "dapo": {
+        "advantage_estimator": "grpo",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "calculate_per_token_loss": True,
+        "dynamic_sampling_filter_path": NONZERO_STD,
+    },
+    "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    name: {"advantage_estimator": name, **estimator.preset}
+    for name, estimator in ESTIMATORS.items()
+    if estimator.preset is not None
+} | _COMPOSED
 
 
 def names_where(holds: Callable[[Estimator], bool]) -> tuple[str, ...]:

@@ -19,8 +19,7 @@ from fusionrl.buffer.sample_files import SampleFiles, TrainedSamples, load_sampl
 from fusionrl.buffer.train_shards import StepStaleness, TrainingSamples, cut
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
-from fusionrl.config.off_policy import corrects_by_default
-from fusionrl.config.run_parts import estimator_of
+from fusionrl.config.run_parts import corrects_by_default, estimator_of
 from fusionrl.data.adapter_column import check_adapter
 from fusionrl.data.attempts import attempts_of
 from fusionrl.data.convert import check_rewards, samples_of

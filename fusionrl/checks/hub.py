@@ -16,8 +16,7 @@ from typing import Any
 
 from fusionrl.base.imports import quiet
 from fusionrl.base.wording import install_hint
-from fusionrl.config.config import Config
-from fusionrl.config.fields import GROUP_OF
+from fusionrl.config.config import GROUP_OF, Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.data.rows import SUFFIXES, choose_split, find_splits
 from fusionrl.models.hf_folder import check_weight_files

@@ -18,7 +18,7 @@ from fusionrl.checks.data import added_tokens, count_tokens, light_rows, most_by
 from fusionrl.checks.images import usable_columns
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, readable_sets
-from fusionrl.config.groups.data import EvalGroup
+from fusionrl.config.rollout import EvalGroup
 from fusionrl.config.run_parts import (
     estimator_of,
     evaluates,

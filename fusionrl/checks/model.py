@@ -14,10 +14,9 @@ from pathlib import Path
 from fusionrl.base import cpu_wing
 from fusionrl.base.wording import attempt, dividing, install_hint
 from fusionrl.checks.hub import CHECKPOINTS, TOKENIZERS
-from fusionrl.config.config import Config
+from fusionrl.config.config import GROUP_OF, Config
 from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.config.eval_sets import sees_images
-from fusionrl.config.fields import GROUP_OF
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import uses_engines, uses_trainers
 from fusionrl.engines.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE

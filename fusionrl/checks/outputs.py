@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fusionrl.base.wording import existing_parent, install_hint, names_in, nearest
 from fusionrl.config.config import Config
-from fusionrl.config.profile import ProfileOrder
+from fusionrl.config.run import ProfileOrder
 from fusionrl.config.run_parts import changes_weights, saves, uses_engines, uses_trainers
 from fusionrl.models.trainable import num_adapter_parameters
 from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file

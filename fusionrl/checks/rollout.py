@@ -5,15 +5,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fusionrl.algorithms.estimators import ACCURACY
+from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD
 from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
 from fusionrl.checks.rewards import label_check
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
-from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.config.hooks import check_hook
-from fusionrl.config.presets import NONZERO_STD
+from fusionrl.config.rollout import RolloutGroup
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT, generates
 from fusionrl.data.sampling import GREEDY_BELOW
 from fusionrl.plan.adapters import adapter_names

@@ -10,18 +10,21 @@ from pathlib import Path
 
 from fusionrl.checks.outputs import disk_warnings
 from fusionrl.checks.training import adapter_warnings, algorithm_warnings, stack_warnings
-from fusionrl.config.config import Config
+from fusionrl.config.config import FIELDS, GROUP_OF, Config
 from fusionrl.config.eval_sets import readable_sets
-from fusionrl.config.fields import FIELDS, GROUP_OF
-from fusionrl.config.groups.base import scopes_of
-from fusionrl.config.groups.data import DataGroup
-from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.config.off_policy import needs_correction
-from fusionrl.config.run_parts import has_own_rollout, has_own_source, has_policy_loss, is_streamed, reads_prompts
-from fusionrl.config.scopes import ENGINES, TRAINERS, TRAINS, Scope
-from fusionrl.config.slime_flags import slime_notes
-from fusionrl.config.switches import spell
+from fusionrl.config.parser import spell
+from fusionrl.config.passed_flags import slime_notes
+from fusionrl.config.rollout import DataGroup, RolloutGroup
+from fusionrl.config.run_parts import (
+    has_own_rollout,
+    has_own_source,
+    has_policy_loss,
+    is_streamed,
+    needs_correction,
+    reads_prompts,
+)
+from fusionrl.config.scopes import ENGINES, TRAINERS, TRAINS, Scope, scopes_of
 from fusionrl.data.rows import read_rows
 from fusionrl.data.tokenizer_files import read_tokenizer_files
 from fusionrl.models.engine_config import has_chat_template

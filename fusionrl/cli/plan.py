@@ -7,7 +7,7 @@ from fusionrl.cli.exit_codes import refuse
 from fusionrl.cli.resolve import resolve, resume_lines
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser
-from fusionrl.config.plan_flags import PLAN_FLAGS, take_plan_flags
+from fusionrl.config.passed_flags import PLAN_FLAGS, take_plan_flags
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.render import render_plan
 

@@ -12,7 +12,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args
-from fusionrl.config.plan_flags import imbalance_of
+from fusionrl.config.passed_flags import imbalance_of
 from fusionrl.models.quantization import BlockFp8, read_described
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster

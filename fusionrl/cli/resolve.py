@@ -16,9 +16,8 @@ from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, former_flags, read_args, short_resume_error
-from fusionrl.config.plan_flags import imbalance_of
+from fusionrl.config.passed_flags import imbalance_of, translate_slime_flags
 from fusionrl.config.resume_differences import difference_lines
-from fusionrl.config.slime_flags import translate_slime_flags
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.device_checks import check_fused_layers

@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
             early_start.prepare(argv)
         # Only now: what reads and checks a command line takes a second to import.
         from fusionrl.config.parser import CommandLineError, build_parser
-        from fusionrl.config.plan_flags import take_plan_flags
+        from fusionrl.config.passed_flags import take_plan_flags
 
         if {"-h", "--help"} & set(argv):
             build_parser().print_help()

@@ -7,8 +7,8 @@ it. A name that is a flag here with another meaning is not in these tables.
 import re
 from collections.abc import Collection, Iterable
 
+from fusionrl.algorithms.estimators import NONZERO_STD
 from fusionrl.base.wording import closest
-from fusionrl.config.presets import NONZERO_STD
 
 _ALWAYS = "leave it out: it is always so here"
 _LOW_RANK = "leave it out: adapters are LoRA's alone (--lora-rank; rsLoRA: --lora-use-rslora)"

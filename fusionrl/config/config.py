@@ -1,24 +1,31 @@
-"""`Config`: every group of flags, and what is passed through to SGLang, the router and Megatron-core."""
+"""`Config`: every group of flags, and what is passed through to SGLang, the router and Megatron-core.
+
+FIELDS has each flag's field by name: its type, default, bounds, help and scopes stand there and nowhere else.
+"""
 
 from __future__ import annotations
 
 import argparse
 import copy
+import typing
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
+from pydantic.fields import FieldInfo
 
-from fusionrl.config.groups.algorithm import AlgorithmGroup, CriticGroup, PrmGroup
-from fusionrl.config.groups.base import Group
-from fusionrl.config.groups.data import DataGroup, EvalGroup
-from fusionrl.config.groups.lora import LoraGroup
-from fusionrl.config.groups.model import ModelGroup, WeightsGroup
-from fusionrl.config.groups.rollout import RejectSamplingGroup, RewardGroup, RolloutGroup
-from fusionrl.config.groups.run import CheckpointGroup, ClusterGroup, PipelineGroup, RunGroup
-from fusionrl.config.groups.train import TrainGroup
-from fusionrl.config.off_policy import with_default
+from fusionrl.config.algorithm import AlgorithmGroup, CriticGroup, PrmGroup
+from fusionrl.config.aliases import value_hint
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.model import LoraGroup, ModelGroup, TrainGroup, WeightsGroup
+from fusionrl.config.rollout import DataGroup, EvalGroup, RejectSamplingGroup, RewardGroup, RolloutGroup
+from fusionrl.config.run import CheckpointGroup, ClusterGroup, PipelineGroup, RunGroup
+from fusionrl.config.run_parts import with_default
+from fusionrl.config.scopes import Group
 from fusionrl.config.upstream_flags import sglang_parser
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class PassThrough(Group):
@@ -151,3 +158,34 @@ GROUPS: dict[str, type[Group]] = {
     for name, info in Config.model_fields.items()
     if name != "passthrough"
 }
+
+
+FIELDS: dict[str, FieldInfo] = {name: info for group in GROUPS.values() for name, info in group.model_fields.items()}
+GROUP_OF: dict[str, str] = {name: title for title, group in GROUPS.items() for name in group.model_fields}
+
+
+def inner_type(info: FieldInfo) -> Any:
+    """Return the field's type without Optional."""
+    options = [t for t in typing.get_args(info.annotation) if t is not type(None)]
+    is_optional = len(options) == 1 and type(None) in typing.get_args(info.annotation)
+    return options[0] if is_optional else info.annotation
+
+
+def switches() -> list[str]:
+    """Return the fields that are on/off flags."""
+    return [field for field, info in FIELDS.items() if inner_type(info) is bool]
+
+
+def own_name_error(name: object) -> str | None:
+    """Return why the `args` of hooks cannot have a user's own value under this name; None where they can."""
+    if not isinstance(name, str) or not name.isidentifier():
+        return f"{name!r} is not a name that `args` can have"
+    return f"{name} is a flag; give it on the command line, {flag_of(name)}" if name in FIELDS else None
+
+
+def describe_error(field: str, item: ErrorDetails) -> str:
+    """Return the message for a value that pydantic refused: flag, value, reason, and a hint for a choice."""
+    value, kind = item.get("input"), inner_type(FIELDS[field])
+    is_choice = typing.get_origin(kind) is typing.Literal
+    hint = value_hint(field, str(value), typing.get_args(kind)) if is_choice else ""
+    return f"{flag_of(field)} {value}: {item['msg'][:1].lower()}{item['msg'][1:]}{hint}"

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from fusionrl.config.config import Config
-from fusionrl.config.groups.base import Group
+from fusionrl.config.scopes import Group
 
 _OF_IMAGES = ("multimodal_folder", "image_max_pixels", "image_min_pixels")
 _REWARD = ("rm_type", "custom_rm_path")  # alternatives: setting either replaces both

@@ -1,15 +1,25 @@
-"""Flags without a field in fusionrl: passed through to SGLang, the router and Megatron-core, or refused with a cure."""
+"""Flags without a field in `Config`: those of SGLang, the router and Megatron-core, of `fusionrl plan`, and slime's.
 
+The wing `compat` is imported only for a command line, or a file, that has some of slime's.
+"""
+
+from __future__ import annotations
+
+import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from fusionrl.base.wording import closest
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.aliases import cure_for, setting_of
-from fusionrl.config.config import PassThrough
-from fusionrl.config.fields import FIELDS
+from fusionrl.config.config import FIELDS, PassThrough
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.slime_flags import slime_entry
+
+if TYPE_CHECKING:
+    from fusionrl.compat.slime.flags.table import Entry
 
 
 def parse_extras(
@@ -91,3 +101,135 @@ def _did_you_mean(flag: str) -> str:
     # Without the dashes, which would make all short names alike.
     close = closest(flag.removeprefix("--"), [name.removeprefix("--") for name in names], cutoff=0.7)
     return f"; did you mean --{close}?" if close and f"--{close}" != flag else ""
+
+
+# Options of an engine that has data-parallel attention; without it they mean nothing, or SGLang refuses them.
+DP_SIZE = ("sglang_dp_size", "sglang_data_parallel_size")
+DP_ATTENTION = ("sglang_enable_dp_attention", *DP_SIZE, "sglang_enable_dp_lm_head", "sglang_moe_dense_tp_size")
+ENGINE_SIZE = ("sglang_tp_size", "sglang_tp", "sglang_tensor_parallel_size")
+# Options of SGLang and its router that the wing reads; the others are passed through as they are.
+_ENGINE_OPTIONS = {
+    *(*DP_ATTENTION, *ENGINE_SIZE, "sglang_enable_ep_moe", "sglang_disable_piecewise_cuda_graph", "sglang_dtype"),
+    *("sglang_config", "sglang_router_ip", "sglang_router_port", "sglang_router_policy"),
+    "sglang_router_request_timeout_secs",
+}
+# Values that only slime's users write for a flag that both have; "": no value.
+_VALUES = {"offload_train": "", "no_offload_train": "", "update_weight_transport": "nccl", "log_probs_chunk_size": "-1"}
+
+
+@dataclass
+class Translated:
+    """A command line in fusionrl's flags.
+
+    argv      flags of fusionrl, and those passed through to SGLang, its router and Megatron-core
+    accepted  slime's flags that fusionrl lacks, with their values: shapes to compare, and those without an effect
+    notes     a line for each flag that was replaced
+    errors    a line for each flag that cannot be honoured
+    """
+
+    argv: list[str] = field(default_factory=list)
+    accepted: dict[str, object] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def translate_slime_flags(argv: Sequence[str]) -> Translated:
+    """Return a command line with slime's flags replaced; one without such a flag is returned unchanged."""
+    if not _has_slime_flags(argv):
+        return Translated(list(argv))
+    from fusionrl.compat.slime.flags.translate import translate
+
+    return translate(argv)
+
+
+def slime_entry(name: str) -> Entry | None:
+    """Return the entry of the slime flag `name`; None: slime does not have it, or fusionrl has it as well."""
+    if not _may_be_slimes(name):
+        return None
+    from fusionrl.compat.slime.flags.table import TABLE
+
+    return TABLE.get(name)
+
+
+def slime_notes(accepted: dict[str, object]) -> list[str]:
+    """Return a line for each reason for which accepted slime flags change nothing."""
+    if not accepted:
+        return []
+    from fusionrl.compat.slime.flags.translate import accepted_notes
+
+    return accepted_notes(accepted)
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Return whether a folder has checkpoints of Megatron-LM, or is one."""
+    return (folder / "latest_checkpointed_iteration.txt").is_file() or (folder / ".metadata").is_file()
+
+
+def _has_slime_flags(argv: Sequence[str]) -> bool:
+    names = set()
+    for position, token in enumerate(argv):
+        if not token.startswith("--"):
+            continue
+        flag, equals, value = token.partition("=")
+        name = flag[2:].replace("-", "_")
+        names.add(name)
+        if not equals:
+            value = "".join(word for word in argv[position + 1 : position + 2] if not word.startswith("--"))
+        if _may_be_slimes(name) or _is_slimes_value(name, value):
+            return True
+    return {"micro_batch_size", "use_dynamic_batch_size"} <= names
+
+
+def _may_be_slimes(name: str) -> bool:
+    """Return whether the wing's tables may have a flag: fusionrl does not, or SGLang's option needs another name."""
+    if name in FIELDS or name.removeprefix("no_") in FIELDS or name in ("config", "help"):
+        return False
+    return name in _ENGINE_OPTIONS or not name.startswith(("sglang_", "router_"))
+
+
+def _is_slimes_value(name: str, value: str) -> bool:
+    if name == "rollout_function_path":
+        return value.startswith(("slime.", "miles."))
+    if name == "ref_load":  # a torch_dist folder also starts the policy, as in slime
+        return bool(value) and is_torch_dist(Path(value))
+    return _VALUES.get(name) == value
+
+
+# name → (values, default, what it does)
+PLAN_FLAGS: dict[str, tuple[str, str, str]] = {
+    "--cluster": (
+        "NODESxGPUSxKIND",
+        "",
+        "Plan for this cluster instead of this machine, e.g. 8x8xh200. --hf-checkpoint may be a config.json alone,"
+        " and so may a teacher or a reward model; nothing else is read. docs/guides/check.md has the kinds.",
+    ),
+    "--router-imbalance": (
+        "number",
+        "1.0",
+        "Mixtures of experts, memory estimate: tokens that the busiest expert-parallel rank gets, for each token of an"
+        " even share.",
+    ),
+}
+
+
+def take_plan_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """(values of PLAN_FLAGS, the rest of a command line, errors)."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in PLAN_FLAGS:
+        parser.add_argument(flag, dest=flag, nargs="?", default=argparse.SUPPRESS)
+    parsed, rest = parser.parse_known_args(argv)
+    values = {flag: text for flag, text in vars(parsed).items() if text}
+    errors = [f"{flag}: it needs a value, {PLAN_FLAGS[flag][0]}" for flag in vars(parsed) if flag not in values]
+    return values, rest, errors
+
+
+def imbalance_of(values: dict[str, str]) -> float:
+    """The value of --router-imbalance. ValueError: no number of at least 1."""
+    text = values.get("--router-imbalance", "1.0")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < float("inf"):
+        raise ValueError(f"--router-imbalance {text}: a number of at least 1")
+    return number

@@ -6,11 +6,10 @@ import typing
 
 from pydantic.fields import FieldInfo
 
-from fusionrl.config.config import GROUPS
-from fusionrl.config.fields import inner_type
+from fusionrl.config.config import GROUPS, inner_type
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CONFIG_FLAG_HELP
-from fusionrl.config.plan_flags import PLAN_FLAGS
+from fusionrl.config.passed_flags import PLAN_FLAGS
 
 _HEAD = """# Flags
 

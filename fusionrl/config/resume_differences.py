@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping
 
 from fusionrl.base.environment import hide_passwords
-from fusionrl.config.config import Config
-from fusionrl.config.fields import FIELDS, GROUP_OF
+from fusionrl.config.config import FIELDS, GROUP_OF, Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.observe.formats import to_jsonable
 

@@ -1,17 +1,22 @@
-"""The runs in which a flag acts. A field names its scopes where it is declared (`groups.base.acting`); all must hold.
+"""How a flag is declared: `Group`, the base of all settings, `acting`, and the scopes, which say in which runs it acts.
 
-A user's own function may read any flag, so a scope holds where one replaces the code that reads the flag.
+A field names its scopes where it stands, and all must hold. A user's own function may read any flag, so a scope holds
+where one replaces the code that reads the flag.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fusionrl.algorithms.estimators import ACCURACY, losses_that_read, names_where, readers_of
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD, PRESETS, losses_that_read, names_where, readers_of
 from fusionrl.config import run_parts
-from fusionrl.config.presets import NONZERO_STD, PRESETS
 from fusionrl.pipeline.knobs import IN_TURN, PIPELINES
 
 if TYPE_CHECKING:
@@ -202,3 +207,49 @@ CONSTANT = _needs("without --loss-aggregation constant", lambda c: c.algorithm.l
 DISK = _needs("without --update-weight-transport disk", lambda c: c.weights.update_weight_transport == "disk")
 DELTA = _needs("without --update-weight-mode delta", lambda c: c.weights.update_weight_mode == "delta")
 VERIFIES = _if("with --verify-weights never", lambda c: c.weights.verify_weights != "never")
+
+
+class Group(BaseModel):
+    """Base of every group: strict, frozen, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def _from_json(value: object) -> object:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise PydanticCustomError("json", "not valid JSON ({error})", {"error": str(error)}) from error
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_from_json)]
+
+
+def acting(*where: Scope) -> Callable[..., Any]:
+    """Return what declares flags that act where all these scopes hold: by default, help and `pydantic.Field` bounds."""
+
+    def declare(default: object, text: str, /, **bounds: Any) -> Any:
+        return Field(default, description=text, json_schema_extra={"scopes": where}, **bounds)  # type: ignore
+
+    return declare
+
+
+def scopes_of(info: FieldInfo) -> tuple[Scope, ...]:
+    """Return the scopes in which a declared flag acts."""
+    assert isinstance(info.json_schema_extra, dict), "a flag is declared by `acting`"
+    where: Any = info.json_schema_extra["scopes"]
+    return tuple(where)
+
+
+always = acting()
+of_engines = acting(ENGINES)
+of_trainers = acting(TRAINERS)
+of_training = acting(TRAINS)
+of_policy = acting(POLICY)
+of_rl = acting(RL)
+of_rl_training = acting(TRAINS, RL)
+of_pushes = acting(PUSHES)
+of_steps = acting(STEPS)
+of_scores = acting(SCORES)
+of_prompts = acting(PROMPTS)
+of_eval_engines = acting(EVALUATES, HAS_SETS)

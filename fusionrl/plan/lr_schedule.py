@@ -1,7 +1,7 @@
 """The learning rate's schedule: its length, what its warm-up does, and whether Megatron's scheduler takes it. Pure."""
 
 from fusionrl.config.config import Config
-from fusionrl.config.groups.train import TrainGroup
+from fusionrl.config.model import TrainGroup
 from fusionrl.config.run_parts import changes_weights
 
 

@@ -56,7 +56,7 @@ def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs
         raise ValueError(f"--pipeline {config.run.pipeline}: {error}") from error
 
 
-def described(knobs: Knobs) -> str:
+def describe_knobs(knobs: Knobs) -> str:
     """Return the knobs as the plan shows them."""
     pushes = "each rollout" if knobs.fetches_per_push == 1 else f"every {knobs.fetches_per_push} rollouts"
     return (

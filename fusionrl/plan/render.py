@@ -1,14 +1,14 @@
 """The plan as text, as `fusionrl plan` and a run's plan.txt show it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND
 from fusionrl.base.wording import counted
+from fusionrl.config.algorithm import with_preset
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
-from fusionrl.config.off_policy import described as described_loss
-from fusionrl.config.presets import described
-from fusionrl.config.run_parts import changes_weights
+from fusionrl.config.parser import spell
+from fusionrl.config.run_parts import changes_weights, correction_text
 from fusionrl.models.families import model_rules
 from fusionrl.models.trainable import num_adapter_parameters
 from fusionrl.plan.adapters import adapter_folders, adapter_push, adapters_of, target_modules
@@ -18,7 +18,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.lr_schedule import warm_up_notes
 from fusionrl.plan.memory.bars import gib
 from fusionrl.plan.memory.report import training_bytes
-from fusionrl.plan.pipeline_knobs import described as described_knobs
+from fusionrl.plan.pipeline_knobs import describe_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import planned_push
 from fusionrl.plan.vision import trains_tower
@@ -57,11 +57,11 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
     if plan.start_order != "together":
         lines.append(f"turns      {_TURNS[plan.start_order]}")
     if plan.knobs:
-        lines.append(f"pipeline   {described_knobs(plan.knobs)}")
-    if (loss := described_loss(config)) is not None:
+        lines.append(f"pipeline   {describe_knobs(plan.knobs)}")
+    if (loss := correction_text(config)) is not None:
         lines.append(f"loss       {loss}")
     if config.algorithm.algorithm is not None:
-        lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
+        lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(preset_flags(vars(config.to_args())))}")
     if plan.layout:
         lines.append(f"trainers   {_ranks(plan.layout, plan.trainer_bundles)}")
     if plan.auxiliary:
@@ -183,3 +183,13 @@ def _idle(plan: Plan) -> str:
     used |= set(plan.auxiliary.bundles) if plan.auxiliary else set()
     idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
     return f", idle {idle} so that no engine spans more nodes than it needs" if idle else ""
+
+
+def preset_flags(values: Mapping[str, object]) -> list[str]:
+    """The flags of the preset that `values` (all flags) name, as they stand; those that were given otherwise say so."""
+    chosen = {name: values[name] for name in ("algorithm", "rollout_max_response_len")}
+    return [
+        spell(field, values[field]) + ("" if values[field] == value else f" (given; the preset has {value})")
+        for field, value in with_preset(chosen).items()
+        if field not in chosen
+    ]

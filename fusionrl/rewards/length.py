@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from fusionrl.config.groups.rollout import RewardGroup
+    from fusionrl.config.rollout import RewardGroup
 
 
 def soft_overlong_punishment(length: int, max_length: int, buffer_length: int) -> float:

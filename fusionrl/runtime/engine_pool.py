@@ -8,7 +8,7 @@ from ray.actor import ActorHandle
 
 from fusionrl.buffer.collect import EngineEndpoints
 from fusionrl.config.config import Config
-from fusionrl.config.groups.rollout import RolloutGroup
+from fusionrl.config.rollout import RolloutGroup
 from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, join_nodes

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fusionrl.checks.images import check_settings, image_settings
 from fusionrl.config.config import Config
-from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_command
+from fusionrl.config.run import PROFILES, ProfileOrder, nsys_command
 from fusionrl.config.run_parts import uses_trainers
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.models.engine_config import pushed_arguments
@@ -85,7 +85,7 @@ def _wrapper(config: Config, role: EngineRole, index: int, run_dir: Path) -> tup
     order = ProfileOrder.of(config)
     if order is None or order.tool != "nsys" or role != "engine" or not order.wants_engine(index):
         return ()
-    return tuple(nsys_command(str(run_dir.absolute() / FOLDER / f"engine-{index}.%n")))
+    return tuple(nsys_command(str(run_dir.absolute() / PROFILES / f"engine-{index}.%n")))
 
 
 def expert_parts(config: Config, plan: Plan, index: int) -> int:

@@ -25,7 +25,7 @@ from fusionrl.base.imports import without_collections
 from fusionrl.base.process import raise_open_files
 from fusionrl.base.sockets import LOOPBACK
 from fusionrl.config.config import Config
-from fusionrl.config.profile import FOLDER, ProfileOrder, nsys_options
+from fusionrl.config.run import PROFILES, ProfileOrder, nsys_options
 from fusionrl.engines.router import Router
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.observe.run_dir import umask_of
@@ -288,7 +288,7 @@ def _nsys(config: Config, run_dir: Path, rank: int, attempt: int) -> dict[str, s
     order = ProfileOrder.of(config)
     if order is None or order.tool != "nsys" or not order.wants_trainer(rank):
         return None
-    return nsys_options(str(run_dir.absolute() / FOLDER / f"trainer-{rank}.a{attempt}.%n"))
+    return nsys_options(str(run_dir.absolute() / PROFILES / f"trainer-{rank}.a{attempt}.%n"))
 
 
 def actor_environment(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from fusionrl.config.profile import FOLDER, ProfileOrder
+from fusionrl.config.run import PROFILES, ProfileOrder
 from fusionrl.observe.spans import phase
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import FAILURES
@@ -33,7 +33,7 @@ class Profiling:
         last_step: int | None = None,
     ) -> None:
         self._order, self._groups, self._pool, self._last_step = order, trainers, engines, last_step
-        self._folder, self._attempt = run_dir.absolute() / FOLDER, attempt
+        self._folder, self._attempt = run_dir.absolute() / PROFILES, attempt
         self._first_step = 0  # of the profile under way; 0: none is
 
     def begin(self, step: int) -> None:

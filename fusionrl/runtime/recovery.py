@@ -18,7 +18,7 @@ from collections.abc import Callable
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.config.groups.rollout import RolloutGroup
+from fusionrl.config.rollout import RolloutGroup
 from fusionrl.engines.router import Router
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import gather, root_cause

@@ -9,7 +9,7 @@ from typing import Self
 from fusionrl.base.wording import counted
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
-from fusionrl.config.profile import ProfileOrder
+from fusionrl.config.run import ProfileOrder
 from fusionrl.engines.images import FOLDER as IMAGE_FILES
 from fusionrl.engines.process import ChildExited
 from fusionrl.observe.run_dir import engine_url

@@ -19,11 +19,10 @@ from fusionrl.algorithms.estimators import LOSSES, Role
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossOptions, guarded, value_loss
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.token_advantages import implicit_reward_loss, implicit_rewards
+from fusionrl.config.algorithm import AlgorithmGroup
 from fusionrl.config.config import Config
-from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
-from fusionrl.config.off_policy import corrects_by_default
-from fusionrl.config.run_parts import policy_loss_name
+from fusionrl.config.run_parts import corrects_by_default, policy_loss_name
 from fusionrl.trainer.micro_batches import MicroBatch
 from fusionrl.trainer.process_groups import sum_over_context_ranks
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.algorithms.estimators import PRESETS
 from fusionrl.config.parser import parse_args
-from fusionrl.config.presets import PRESETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
 FLAGS = dict(re.findall(r"`--algorithm (\w+)` = `([^`]+)`", PAGE))

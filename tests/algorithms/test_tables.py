@@ -9,8 +9,8 @@ from pathlib import Path
 import fusionrl
 from fusionrl.algorithms.estimators import ESTIMATORS, LOSSES, Estimator
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions
+from fusionrl.config.algorithm import AlgorithmGroup
 from fusionrl.config.config import GROUPS, Config
-from fusionrl.config.groups.algorithm import AlgorithmGroup
 from fusionrl.config.run_parts import policy_loss_name
 
 # Of each estimator: its group stage, the one with --disable-grpo-std-normalization, its token stage, the policy loss of

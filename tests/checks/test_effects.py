@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.algorithms.estimators import PRESETS
 from fusionrl.checks.warnings import effect_errors, effect_warnings
-from fusionrl.config.config import Config, PassThrough
-from fusionrl.config.fields import GROUP_OF, inner_type
-from fusionrl.config.groups.algorithm import AlgorithmGroup
+from fusionrl.config.algorithm import AlgorithmGroup
+from fusionrl.config.config import GROUP_OF, Config, PassThrough, inner_type
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
-from fusionrl.config.presets import PRESETS
 from fusionrl.config.run_parts import policy_loss_name
 
 HOOK_FLAGS = set(map(flag_of, SIGNATURES))

@@ -17,8 +17,7 @@ from huggingface_hub import constants
 from fusionrl import cli
 from fusionrl.checks import hub
 from fusionrl.checks.hub import CHECKPOINTS, resolve_names
-from fusionrl.config.config import Config
-from fusionrl.config.fields import GROUP_OF
+from fusionrl.config.config import GROUP_OF, Config
 from fusionrl.data.rows import parse_set, read_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

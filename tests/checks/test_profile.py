@@ -9,7 +9,7 @@ import pytest
 from fusionrl.checks.outputs import profile_errors, profile_plan_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
-from fusionrl.config.profile import ProfileOrder, nsys_command
+from fusionrl.config.run import ProfileOrder, nsys_command
 
 
 def _config(*flags: str) -> Config:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.algorithms.estimators import ACCURACY
+from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD
 from fusionrl.checks.outputs import unwritable
 from fusionrl.checks.rollout import rollout_errors
 from fusionrl.checks.training import OF_GROUPS, algorithm_warnings
@@ -16,7 +16,6 @@ from fusionrl.checks.validate import validate
 from fusionrl.cli.resolve import resolve
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.parser import CommandLineError, read_args
-from fusionrl.config.presets import NONZERO_STD
 from tests.tiny_model import make_fp8, make_tiny_qwen3
 
 Errors, Rows = Callable[..., list[str]], Callable[..., Path]

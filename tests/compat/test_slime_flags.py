@@ -11,7 +11,7 @@ from fusionrl.compat.slime.flags.table import DIFFERS, NO_EFFECT, REFUSED, RENAM
 from fusionrl.compat.slime.flags.table import PAGE as SOURCE
 from fusionrl.compat.slime.flags.translate import Form, accepted_notes, translate
 from fusionrl.config import upstream_flags as upstream
-from fusionrl.config.fields import FIELDS
+from fusionrl.config.config import FIELDS
 from fusionrl.config.parser import read_args
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "from-slime-flags.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.compat.slime.flags.translate import translate
-from fusionrl.config.slime_flags import translate_slime_flags
+from fusionrl.config.passed_flags import translate_slime_flags
 
 CODE = """
 import json, sys

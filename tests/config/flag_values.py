@@ -6,7 +6,7 @@ from typing import Any
 
 from annotated_types import Ge, Gt
 
-from fusionrl.config.fields import FIELDS, inner_type
+from fusionrl.config.config import FIELDS, inner_type
 
 
 def values_of(field: str, folder: Path) -> list[Any]:

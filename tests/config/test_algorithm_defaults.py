@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.algorithms.estimators import ESTIMATORS, PRESETS
 from fusionrl.checks.training import algorithm_errors
-from fusionrl.config import presets
 from fusionrl.config.config import Config
-from fusionrl.config.off_policy import corrects_by_default, described
 from fusionrl.config.parser import CommandLineError, parse_args
+from fusionrl.config.run_parts import correction_text, corrects_by_default
+from fusionrl.plan.render import preset_flags
 
 RUN = ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "100", "--rollout-batch-size", "8"]
 OFF_POLICY = ("stream", "one-step-off", "async", "async-partial")
@@ -22,7 +22,7 @@ def test_it_is_on_where_older_tokens_are_trained(pipeline: str) -> None:
     config = parse_args(["--pipeline", pipeline, *RUN])
     assert config.algorithm.use_tis and corrects_by_default(config) and "use_tis" not in config.given()
     assert algorithm_errors(config) == [] and config.to_args().use_tis
-    assert f"the default of --pipeline {pipeline}, off by --no-use-tis" in str(described(config))
+    assert f"the default of --pipeline {pipeline}, off by --no-use-tis" in str(correction_text(config))
 
 
 def test_every_estimator_has_it() -> None:
@@ -48,12 +48,12 @@ def test_it_is_off_on_policy_and_beside_another_choice(values: dict[str, Any]) -
 def test_a_flag_of_the_users_goes_before_it() -> None:
     off = parse_args(["--pipeline", "async", "--no-use-tis", *RUN])
     assert not off.algorithm.use_tis and "use_tis" in off.given()
-    assert described(off) == "tokens of older weights are taken for tokens of the newest"
+    assert correction_text(off) == "tokens of older weights are taken for tokens of the newest"
     on = parse_args(["--pipeline", "async", "--use-tis", "--tis-clip", "3", *RUN])
     assert on.algorithm.use_tis and not corrects_by_default(on)
-    assert "0 … 3" in (shown := str(described(on))) and "default" not in shown
+    assert "0 … 3" in (shown := str(correction_text(on))) and "default" not in shown
     assert parse_args(["--pipeline", "async", "--tis-clip", "3", *RUN]).algorithm.tis_clip == 3.0
-    assert described(parse_args(["--pipeline", "on-policy", "--use-tis", *RUN])) is None
+    assert correction_text(parse_args(["--pipeline", "on-policy", "--use-tis", *RUN])) is None
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-use-tis"]], ids=str)
@@ -84,20 +84,20 @@ def test_a_flag_that_was_given_stays_given(tmp_path: Path) -> None:
         parse_args(["--config", str(file)])
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_configuration_without_contradictions(name: str) -> None:
     config = parse_args(["--algorithm", name, *RUN])
     flat = vars(config.to_args())
-    assert {field: flat[field] for field in presets.PRESETS[name]} == presets.PRESETS[name]
+    assert {field: flat[field] for field in PRESETS[name]} == PRESETS[name]
     assert algorithm_errors(config) == []
-    assert len(presets.described(flat)) == len(presets.PRESETS[name]) + (name == "dapo")
+    assert len(preset_flags(flat)) == len(PRESETS[name]) + (name == "dapo")
 
 
 def test_what_is_given_counts() -> None:
     config = parse_args(["--algorithm", "dapo", "--eps-clip-high", "0.5", "--no-calculate-per-token-loss", *RUN])
     assert config.algorithm.eps_clip_high == 0.5 and not config.algorithm.calculate_per_token_loss
     assert config.reward.overlong_buffer_len == 20
-    shown = presets.described(vars(config.to_args()))
+    shown = preset_flags(vars(config.to_args()))
     assert "--eps-clip-high 0.5 (given; the preset has 0.28)" in shown and "--eps-clip 0.2" in shown
     assert "--no-calculate-per-token-loss (given; the preset has True)" in shown
     config = parse_args(["--algorithm", "grpo", "--no-use-kl-loss", *RUN])

@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.aliases import TABLES, VALUES
-from fusionrl.config.fields import FIELDS, inner_type
+from fusionrl.config.config import FIELDS, inner_type
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import read_args
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from fusionrl.config.config import GROUPS, Config
-from fusionrl.config.fields import FIELDS, GROUP_OF, inner_type
+from fusionrl.config.config import FIELDS, GROUP_OF, GROUPS, Config, inner_type
 from fusionrl.config.parser import CommandLineError, read_args
-from fusionrl.config.plan_flags import PLAN_FLAGS
+from fusionrl.config.passed_flags import PLAN_FLAGS
 from fusionrl.config.reference import render_template
 from fusionrl.observe.run_dir import RunDir
 from tests.config.flag_values import values_of

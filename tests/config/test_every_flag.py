@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.config.config import GROUPS, Config
-from fusionrl.config.fields import FIELDS, switches
+from fusionrl.config.config import FIELDS, GROUPS, Config, switches
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import build_parser, read_args
 from tests.config.flag_values import values_of

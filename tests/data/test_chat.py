@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.config.groups.data import DataGroup
+from fusionrl.config.rollout import DataGroup
 from fusionrl.data.chat import LOSS_MASK_TYPES, MultiTurnLossMaskGenerator, tokens_after_assistant
 from fusionrl.data.supervised import conversation_to_sample
 from tests.tiny_model import CHAT_TEMPLATE, make_byte_tokenizer

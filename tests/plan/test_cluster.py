@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.config.config import Config
-from fusionrl.config.plan_flags import imbalance_of, take_plan_flags
+from fusionrl.config.passed_flags import imbalance_of, take_plan_flags
 from fusionrl.plan.cluster import Cluster, on_cluster
 from fusionrl.plan.devices import GIB, KINDS
 

@@ -8,7 +8,7 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import is_streamed
 from fusionrl.pipeline.knobs import PIPELINES
-from fusionrl.plan.pipeline_knobs import FULLY_ASYNC, described, knobs_of, pause_mode, stream_errors
+from fusionrl.plan.pipeline_knobs import FULLY_ASYNC, describe_knobs, knobs_of, pause_mode, stream_errors
 
 
 def config(pipeline: str = "async", **values: Any) -> Config:
@@ -37,7 +37,7 @@ def test_each_flag_changes_its_knob() -> None:
     assert (knobs.max_staleness, knobs.lead, knobs.fetches_per_push, knobs.in_flight) == (5, 2.5, 3, "in_place")
     assert (knobs.at_deadline, knobs.max_samples_in_flight, knobs.num_fetches) == ("drop", 7, None)
     parts = ("at most 5", "lead 2.5", "every 3 rollouts", "in_place", "drop", "7 samples")
-    assert all(part in described(knobs) for part in parts)
+    assert all(part in describe_knobs(knobs) for part in parts)
     assert knobs_of(config("one-step-off", max_staleness=0, in_flight="drain"), None, 1).lead == 0.0, "with the bound"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.config.profile import ProfileOrder
+from fusionrl.config.run import ProfileOrder
 from fusionrl.runtime.profiling import Profiling
 from fusionrl.weights.remote_calls import LocalActor
 

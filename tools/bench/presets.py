@@ -20,7 +20,7 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from fusionrl.config.presets import PRESETS
+from fusionrl.algorithms.estimators import PRESETS
 from fusionrl.observe.curves import COLORS, Metrics, series, smooth
 from fusionrl.observe.metrics import read_metrics
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from fusionrl.compat.slime.flags.translate import as_text, flag_groups
-from fusionrl.config.fields import FIELDS
+from fusionrl.config.config import FIELDS
 from fusionrl.config.hooks import flag_of
 
 _ROLES = {"regular": "generate", "prefill": "prefill", "decode": "decode"}

@@ -13,10 +13,10 @@ from fusionrl.compat.slime.flags.table import TABLE
 from fusionrl.compat.slime.flags.translate import name_of
 from fusionrl.compat.slime.scripts.markers import expandable, left_parts, plain
 from fusionrl.config import upstream_flags as upstream
-from fusionrl.config.fields import FIELDS, inner_type, switches
+from fusionrl.config.config import FIELDS, inner_type, switches
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.parser import switch_spellings
 from fusionrl.config.passed_flags import empty_passthrough, parse_extra
-from fusionrl.config.switches import switch_spellings
 
 _MANY = 1000
 _SPELLINGS = frozenset(spelling for name in switches() for spelling in switch_spellings(name))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fusionrl.compat.slime.flags.table import RENAMED, SECRETS, TABLE, Kind
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.slime_flags import DP_ATTENTION, DP_SIZE, ENGINE_SIZE, Translated, is_torch_dist
+from fusionrl.config.passed_flags import DP_ATTENTION, DP_SIZE, ENGINE_SIZE, Translated, is_torch_dist
 
 Form = Literal["torch_dist", "hf"]
 # The name that it has now, that of before September 2025, and miles'.

@@ -1,13 +1,12 @@
-"""Advantages and losses, and the models trained next to the policy: AlgorithmGroup, CriticGroup, PrmGroup."""
+"""Flags of advantages and losses, and of the models trained next to the policy. --algorithm sets several of them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fusionrl.algorithms.estimators import ESTIMATORS, LOSSES
+from fusionrl.algorithms.estimators import ESTIMATORS, LOSSES, PRESETS
 from fusionrl.config import scopes
-from fusionrl.config.groups.base import Group, JsonObject, acting, of_policy, of_rl, of_rl_training
-from fusionrl.config.presets import PRESETS
+from fusionrl.config.scopes import Group, JsonObject, acting, of_policy, of_rl, of_rl_training
 
 # The tables decide what these flags take. A type checker cannot read a Literal of a table.
 if TYPE_CHECKING:
@@ -202,3 +201,18 @@ class PrmGroup(Group):
     prm_pipeline_model_parallel_size: int | None = of_prm(None, "Pipeline parallel size of the reward model.", ge=1)
     prm_context_parallel_size: int | None = of_prm(None, "Context parallel size of the reward model.", ge=1)
     prm_expert_model_parallel_size: int | None = of_prm(None, "Expert parallel size of the reward model.", ge=1)
+
+
+OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens
+
+
+def with_preset(values: dict[str, object]) -> dict[str, object]:
+    """Return `values` (flags that were given) completed by the preset that they name, if they name one."""
+    name = values.get("algorithm")
+    preset = dict(PRESETS.get(str(name), {}))
+    longest = str(values.get("rollout_max_response_len", ""))
+    if name == "dapo" and longest.isdecimal():
+        preset["overlong_buffer_len"] = max(1, round(OVERLONG_SHARE * int(longest)))
+    if str(values.get("use_kl_loss", True)) in ("False", "false"):
+        preset.pop("kl_loss_coef", None)  # the KL term is switched off, and its coefficient with it
+    return preset | values
