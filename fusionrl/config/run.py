@@ -249,8 +249,14 @@ class ProfileOrder:
                 if match is None:
                     raise ValueError(f"--profile-ranks {text}: give a trainer's rank (0), an engine (engine-0), or all")
                 (engines if match[1] else trainers).add(int(match[2]))
-        chosen = None if "all" in run.profile_ranks else (frozenset(trainers), frozenset(engines))
-        return cls(steps, *(chosen or (None, None)), run.profile_tool, run.profile_continuous)
+        is_all = "all" in run.profile_ranks
+        return cls(
+            steps,
+            None if is_all else frozenset(trainers),
+            None if is_all else frozenset(engines),
+            run.profile_tool,
+            run.profile_continuous,
+        )
 
     def has(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self.steps)

@@ -205,7 +205,7 @@ def ddp_fields(config: Config) -> dict[str, object]:
 
 
 def aggregation_of(config: Config) -> str:
-    """Return the aggregation of the tokens' losses: a name of `algorithms.aggregation`."""
+    """Return the aggregation of the tokens' losses: a `kind` of `policy_losses.token_weights`."""
     if config.run.mode == "rl" and config.algorithm.policy_loss == "dpo":
         return "constant"
     if config.run.mode == "rl" and config.algorithm.loss_aggregation != "auto":
