@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.deaths import kill_and_check, writer_of
 from tests.e2e.launch import Launched, launch, metrics_of, run, train_steps, trained_prompts
+from tools.family_loops import make_model
 from tools.rescoring import checkpoint_versions, rescore, saved_samples
 
 pytestmark = pytest.mark.e2e
@@ -74,11 +75,27 @@ def stops_a_trainer(flags: list[str], folder: Path, tmp_path: Path) -> None:
 def test_a_pipeline(
     rl_flags: list[str], task: Path, tmp_path: Path, pipeline: str, bound: int, flags: list[str]
 ) -> None:
-    """A run that ends in its middle, and one that goes on with it."""
-    folder = tmp_path / "run"
+    """A run that ends in its middle, and one that goes on with it.
+
+    The model of async-partial has delta nets: engines compute their states again after a push and a death.
+    """
+    folder, model = tmp_path / "run", task / "model"
+    if pipeline == "async-partial":
+        model = tmp_path / "model"
+        make_model("qwen3_5_text", task, model)
     # A rescued run begins with groups that it has: answers span versions again some steps later.
     num_steps = NUM_STEPS + 2 if pipeline == "async-partial" else NUM_STEPS
-    given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--verify-checkpoints"]
+    given = [
+        *rl_flags,
+        "--hf-checkpoint",
+        str(model),
+        "--pipeline",
+        pipeline,
+        *flags,
+        "--run-dir",
+        str(folder),
+        "--verify-checkpoints",
+    ]
     given += ["--custom-rm-path", "tests/e2e/hooks.py:fails_late"]
     go_on = ["--save-interval", "1", "--num-rollout", str(num_steps), "--resume"]
     if pipeline == "async-partial":
@@ -118,7 +135,7 @@ def test_a_pipeline(
     gaps = [row["train/logprob_diff_max"] for row in rows if "train/logprob_diff_max" in row]
     assert gaps and max(gaps) < 1e-4
     if pipeline == "async-partial":  # every token is of the version that it claims; tools/pipeline_matrix.py has more
-        versions = checkpoint_versions(folder, task / "model")  # without those before the rescue
+        versions = checkpoint_versions(folder, model)  # without those before the rescue
         lost = set(range(num_steps)) - set(versions)
         assert lost == set(range(1, done))
         samples = [sample for sample in saved_samples(folder) if lost.isdisjoint(sample.versions.tolist())]
