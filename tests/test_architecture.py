@@ -47,7 +47,7 @@ HEAVY = {
     "ray": {"buffer", "runtime", "weights", "trainer"},
     "megatron": {"cpu", "models", "weights", "trainer", "checks", "compat", "config/upstream_flags.py"},
     "sglang": {
-        *("cpu", "rollout", "config/upstream_flags.py", "engines/launch_server.py", "engines/stream_versions.py"),
+        *("cpu", "rollout", "config/upstream_flags.py", "engines/launch_server.py", "engines/server_patches.py"),
         "engines/adapter_versions.py",
     },
     "sglang_router": {"engines", "config/upstream_flags.py"},

@@ -16,7 +16,7 @@ from fusionrl.data.image_rows import ImageColumn, media_errors
 from fusionrl.data.processor_files import widest_limits
 from fusionrl.data.row_checks import PromptColumns
 from fusionrl.data.tokenizer_files import TemplateProbe, TokenizerFiles, read_tokenizer_files
-from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings, refused
+from fusionrl.engines.images import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings, refused
 from fusionrl.models import families
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.vision import trains_tower

@@ -19,7 +19,7 @@ from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import uses_engines, uses_trainers
-from fusionrl.engines.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
+from fusionrl.engines.disk_versions import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
 from fusionrl.models.families import get_family, kept
 from fusionrl.models.hf_folder import INDEX, SINGLE, check_weight_files, is_megatron_folder, weights_folder
 from fusionrl.models.quantization import BlockFp8, read_quantization, shape_errors

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fusionrl.engines.control import EngineControl
+from fusionrl.engines.engine import EngineControl
 from fusionrl.engines.http import EndpointError, as_list, as_object
-from fusionrl.engines.image_settings import ImageSettings, refused
+from fusionrl.engines.images import ImageSettings, refused
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import ModelShape, differences, read_model_shape, read_text_config, shape_from_hf_config
 
@@ -127,7 +127,7 @@ class AttachedEngine(EngineControl):
 
     def pull_weights(self, folder: str, local_folder: str | None) -> str | None:
         """Return the folder of a full version, which the server reads itself; None for a delta: it needs a full one."""
-        from fusionrl.engines.local_copy import Manifest, pull_version
+        from fusionrl.engines.disk_versions import Manifest, pull_version
 
         return None if Manifest.read(folder).base is not None else pull_version(folder, None)
 

@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
 from fusionrl.base.process import answer_with_stacks, keep_freed
-from fusionrl.engines import kimi_vl, model_checks, rendezvous, stream_versions
+from fusionrl.engines import ADAPTERS_VARIABLE, DEVICE_VARIABLE, kimi_vl
+from fusionrl.engines.server_patches import check_models, install_rendezvous, stamp_streams
 
 _OF_SCHEDULERS = (
     "sglang.srt.managers.tp_worker",
@@ -27,9 +28,6 @@ _OF_SCHEDULERS = (
     "fusionrl.cpu.attention_backend",
 )
 """Modules that SGLang imports in functions, as a scheduler starts: 800 files with theirs, 1 s of a core."""
-DEVICE_VARIABLE = "FUSIONRL_DEVICE"
-ADAPTERS_VARIABLE = "FUSIONRL_ADAPTERS"
-"""Names of the adapters that the server gets, with commas between; unset: it gets none."""
 # A forward pass frees and takes again what is smaller. The cache is larger: what is given away goes to the system.
 _KEPT_BYTES = 32 * 2**20
 
@@ -70,7 +68,7 @@ def _fork_children() -> None:
 def import_server() -> None:
     """Import all that a server needs: seconds of a core. Idempotent."""
     with _light():
-        rendezvous.install()
+        install_rendezvous()
         _leave_megatron_out()
         import sglang.launch_server
         import sglang.srt.entrypoints.http_server  # noqa: F401  # `run_server` imports it
@@ -129,8 +127,8 @@ def _light() -> Iterator[None]:
 
 def _patch() -> None:
     """Put into SGLang's server and schedulers what they need on every device."""
-    stream_versions.register()
-    model_checks.register()
+    stamp_streams()
+    check_models()
     kimi_vl.register()
     if names := os.environ.get(ADAPTERS_VARIABLE):
         from fusionrl.engines import adapter_versions
@@ -165,7 +163,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where there is a GPU
-    rendezvous.install()
+    install_rendezvous()
     answer_with_stacks()
     _patch()
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from contextlib import suppress
 
 from fusionrl.base.environment import child_environment
 from fusionrl.base.sockets import LENGTH, frame
-from fusionrl.engines.answer_checks import AnswerBounds, AnswerError
-from fusionrl.engines.generation import Generation, parse_answer
+from fusionrl.engines.answers import AnswerBounds, AnswerError, Generation, parse_answer
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
 LONG_BYTES = 48 * 1024  # about 1,100 tokens with log-probs

@@ -13,9 +13,8 @@ from typing import Any, Literal
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND, PROCESSOR_VARIABLE
 from fusionrl.base.environment import child_environment
 from fusionrl.base.sockets import collective_interfaces
-from fusionrl.engines.image_settings import ImageSettings
-from fusionrl.engines.launch_server import ADAPTERS_VARIABLE, DEVICE_VARIABLE
-from fusionrl.engines.rendezvous import NODES_VARIABLE
+from fusionrl.engines import ADAPTERS_VARIABLE, DEVICE_VARIABLE, NODES_VARIABLE
+from fusionrl.engines.images import ImageSettings
 from fusionrl.models.engine_config import engine_fields, read_scorer
 from fusionrl.models.hf_folder import text_config
 

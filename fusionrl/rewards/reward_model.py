@@ -13,9 +13,8 @@ import numpy as np
 from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.engines.answer_checks import AnswerError, score
-from fusionrl.engines.http import auth_headers
-from fusionrl.engines.post_request import post
+from fusionrl.engines.answers import AnswerError, score
+from fusionrl.engines.http import auth_headers, post
 from fusionrl.models.engine_config import read_scorer, same_tokens
 from fusionrl.rewards.reward_call import LostReward
 

@@ -12,8 +12,8 @@ import numpy as np
 from fusionrl.data.image_rows import image_file
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import image_size
+from fusionrl.engines.http import post as _post
 from fusionrl.engines.images import MediaTokens, check_images, image_groups
-from fusionrl.engines.post_request import post as _post
 from fusionrl.rollout.image_requests import check_expanded, media_tokens
 from fusionrl.rollout.weight_versions import EngineAnswers, answered_tokens, answers_of, note_answer, places_of
 

@@ -25,7 +25,7 @@ from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_va
 from fusionrl.data.sample_images import adopt_images, expand_prompt, prompt_images, prompt_of
 from fusionrl.data.sampling import as_version, note_request
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.engines.answer_checks import AnswerError, routed_experts
+from fusionrl.engines.answers import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.observe.spans import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample

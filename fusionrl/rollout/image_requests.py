@@ -23,7 +23,7 @@ from fusionrl.base.sockets import LOOPBACK
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded
 from fusionrl.data.sample import Sample
-from fusionrl.engines.answer_checks import AnswerError
+from fusionrl.engines.answers import AnswerError
 from fusionrl.engines.images import FOLDER, MediaTokens
 
 if TYPE_CHECKING:

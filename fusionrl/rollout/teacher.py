@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from fusionrl.data.sample import Sample, response_mask
-from fusionrl.engines.answer_checks import input_log_probs
+from fusionrl.engines.answers import input_log_probs
 from fusionrl.engines.client import GenerateClient
 
 MAX_IN_FLIGHT = 64  # requests at each engine, which puts them together into batches

@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from fusionrl.checks.images import image_settings
 from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, ExternalEngineFacts, host_of
-from fusionrl.engines.image_settings import CACHE_VARIABLE
+from fusionrl.engines.images import CACHE_VARIABLE
 from fusionrl.engines.router import Router
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import read_hf_config, read_text_config

@@ -8,8 +8,8 @@ from fusionrl.base.sockets import LOOPBACK
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.run_parts import uses_engines, uses_trainers
-from fusionrl.engines import forked_server
-from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
+from fusionrl.engines.images import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
+from fusionrl.engines.process import NURSERY_SOCKET
 from fusionrl.engines.spec import EngineSpec, server_environment
 from fusionrl.runtime import worker_starter
 
@@ -53,9 +53,9 @@ def engine_branch(model_path: str, folder: Path, *, sees: bool = False) -> Branc
     environment = {name: value for name, value in server_environment(spec).items() if os.environ.get(name) != value}
     environment.pop("PYTHONPATH", None)
     return Branch(
-        str(folder / forked_server.SOCKET),
+        str(folder / NURSERY_SOCKET),
         ["fusionrl.engines.server_imports"],
-        "fusionrl.engines.forked_server:mind_server",
+        "fusionrl.engines.process:mind_server",
         environment,
         kept=["SGLANG_", "HF_", "TRANSFORMERS_", "TORCHDYNAMO_", "THP_"],
         # Each rank reads the first when it begins, and servers the others.

@@ -3,7 +3,7 @@
     <folder>/weight_v000003/        there as a whole or not at all
         manifest.json               see `Manifest`; what reads the version begins with it
         part-00000.safetensors ...  full: a Hugging Face folder with index and config; delta: each changed tensor's
-                                    change (`fusionrl.engines.delta`) as an array of bytes
+                                    change (`fusionrl.engines.disk_versions`) as an array of bytes
         not-trained.safetensors     full, of a multimodal model: what does not belong to the text model
 
 A delta is against the version that was written before it. Its trainers keep that one in host memory, in the engines'
@@ -24,8 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
-from fusionrl.engines.delta import Encoding, checksum_of, encode
-from fusionrl.engines.local_copy import MANIFEST, Change, Manifest
+from fusionrl.engines.disk_versions import MANIFEST, Change, Encoding, Manifest, checksum_of, encode
 from fusionrl.models.hf_folder import INDEX
 from fusionrl.models.hf_save import copy_companions, published_reader, untrained_tensors
 from fusionrl.weights.gather import buckets, of_all_ranks

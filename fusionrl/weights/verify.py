@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.engines.answers import Generation
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.generation import Generation
 from fusionrl.models.vision import NAMES as TOWER
 from fusionrl.plan.push import EngineTarget
 from fusionrl.weights.remote_calls import get

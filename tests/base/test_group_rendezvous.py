@@ -28,7 +28,7 @@ from fusionrl.base.group_stores import (
     join_group_store,
     meet,
 )
-from fusionrl.engines import rendezvous
+from fusionrl.engines.server_patches import install_rendezvous
 
 HOST, LONG_S = "127.0.0.1", 1800.0
 
@@ -184,9 +184,9 @@ def test_sglang_makes_its_groups_by_the_same_rule(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(c10d, "_new_process_group_helper", c10d._new_process_group_helper)
     connected: list[str] = []
     monkeypatch.setattr(group_stores, "connect", lambda group: connected.append(group.group_name))
-    rendezvous.install()
+    install_rendezvous()
     once = c10d._new_process_group_helper
-    rendezvous.install()
+    install_rendezvous()
     assert c10d._new_process_group_helper is once, "wrapped twice, a group would be connected twice"
     for name in (f"{PUSH_GROUP}a", "of-sglang-b"):
         arguments = 1, 0, [], c10d.Backend("gloo"), dist.HashStore()

@@ -19,7 +19,7 @@ import pytest
 
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
-from fusionrl.engines.generation import parse_answer
+from fusionrl.engines.answers import parse_answer
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
 from tests.buffer.answer_server import VOCAB_SIZE, make_answer

@@ -9,10 +9,10 @@ import io
 import os
 import sys
 
-from fusionrl.engines import launch_server, rendezvous, stream_versions
+from fusionrl.engines import launch_server
 
 if __name__ == "__main__":
-    rendezvous.install = stream_versions.register = lambda: None
+    launch_server.install_rendezvous = launch_server.stamp_streams = lambda: None
     port, model = sys.argv[1:]
     sys.stdin = io.StringIO(os.environ["FUSIONRL_ENGINE_KEY"])
     launch_server.main(

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.engines.image_settings import ImageSettings
+from fusionrl.engines.images import ImageSettings
 
 KEY = "a key of the test"
 

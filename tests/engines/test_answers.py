@@ -10,9 +10,16 @@ import orjson
 import pytest
 from aiohttp import web
 
-from fusionrl.engines.answer_checks import AnswerBounds, AnswerError, input_log_probs, log_probs, routed_experts, score
+from fusionrl.engines.answers import (
+    AnswerBounds,
+    AnswerError,
+    input_log_probs,
+    log_probs,
+    parse_answer,
+    routed_experts,
+    score,
+)
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.generation import parse_answer
 from tests.engines.answer_mutations import GOOD, HARMLESS, MAX_NEW_TOKENS, MUTATIONS, VOCAB_SIZE, compressed
 from tests.engines.streaming import NUMBER
 from tests.engines.streaming import serve_all as serve

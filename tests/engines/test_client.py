@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from fusionrl.engines.answers import parse_generation
 from fusionrl.engines.client import ROUTING_KEY, GenerateClient, abort_all
-from fusionrl.engines.generation import parse_generation
 from tests.engines.streaming import Answers, serve_all
 
 ANSWER = {

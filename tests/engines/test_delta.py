@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionrl.engines.delta import DamagedDelta, Encoding, apply, checksum_of, encode
+from fusionrl.engines.disk_versions import DamagedDelta, Encoding, apply, checksum_of, encode
 
 ENCODINGS: list[Encoding] = ["xor", "overwrite"]
 

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.engines.answers import join
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineActor
-from fusionrl.engines.forked_server import ForkedMinder
-from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
+from fusionrl.engines.process import ForkedMinder
 from fusionrl.engines.router import Router
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import SharedBuffer, by_value

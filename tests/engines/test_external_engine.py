@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.engines.external_engine import AttachedEngine, EngineRequirements, misfits, other_weights
-from fusionrl.engines.image_settings import ImageSettings
+from fusionrl.engines.images import ImageSettings
 from fusionrl.models.shape import read_model_shape
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer import hf_models

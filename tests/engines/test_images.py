@@ -13,9 +13,8 @@ from fusionrl.checks.images import check_settings, image_settings
 from fusionrl.config.config import Config
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineSpec
-from fusionrl.engines.image_settings import CACHE_VARIABLE, ImageSettings
-from fusionrl.engines.images import MediaTokens, check_images
-from fusionrl.engines.request_merging import RequestMerger
+from fusionrl.engines.images import CACHE_VARIABLE, ImageSettings, MediaTokens, check_images
+from fusionrl.engines.request_routing import RequestMerger
 from fusionrl.engines.spec import server_command, server_environment
 from fusionrl.models.shape import read_model_shape
 from tests.engines.streaming import Engine, serve

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusionrl.engines.model_checks import WrongModel, check_loaded, reading_errors
+from fusionrl.engines.server_patches import WrongModel, check_loaded, reading_errors
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import read_model_shape, shape_from_hf_config
 from tests.models.test_families import shape_of

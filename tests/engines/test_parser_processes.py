@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from fusionrl.engines import parser_processes as parsers_module
-from fusionrl.engines.answer_checks import AnswerError
+from fusionrl.engines.answers import AnswerError
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.parser_processes import LONG_BYTES, START_AFTER, ParserProcesses
 from tests.buffer.answer_server import make_answer

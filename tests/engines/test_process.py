@@ -19,8 +19,16 @@ import pytest
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process import ROOM, signal_name
-from fusionrl.engines.forked_server import MODULE, SOCKET, ForkedMinder, fork_server
-from fusionrl.engines.process import ChildExited, ChildProcess, PortReservation, start_on_free_ports
+from fusionrl.engines.process import (
+    NURSERY_SOCKET,
+    SERVER_MODULE,
+    ChildExited,
+    ChildProcess,
+    ForkedMinder,
+    PortReservation,
+    fork_server,
+    start_on_free_ports,
+)
 from fusionrl.engines.spec import EngineSpec, server_environment
 from fusionrl.runtime.nursery_order import engine_branch
 from fusionrl.sandbox.limits import MemoryCgroup, writable_parent
@@ -66,7 +74,10 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "any_program.py").write_text(SERVER)
     paths = [str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     branch = Branch(
-        str(folder / SOCKET), ["any_program", "torch"], "fusionrl.engines.forked_server:mind_server", kept=["HF_"]
+        str(folder / NURSERY_SOCKET),
+        ["any_program", "torch"],
+        "fusionrl.engines.process:mind_server",
+        kept=["HF_"],
     )
     with subprocess.Popen(
         [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM],
@@ -76,7 +87,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert process.stdin is not None
         process.stdin.write(Order(TOKEN, [branch]).to_line())
         process.stdin.flush()
-        assert _wait((folder / SOCKET).exists)
+        assert _wait((folder / NURSERY_SOCKET).exists)
         yield folder
         process.kill()
 
@@ -96,7 +107,7 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
     monkeypatch.setenv(FOLDER_VARIABLE, str(request.getfixturevalue("nursery")))
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return functools.partial(_start, command=[sys.executable, "-m", MODULE])
+    return functools.partial(_start, command=[sys.executable, "-m", SERVER_MODULE])
 
 
 def _running(pid: int) -> bool:
@@ -318,9 +329,9 @@ def test_a_fork_is_shown_as_the_server_that_it_is(start: Start, tmp_path: Path) 
         child.wait_until(lambda: "threads" in child.log_tail(), 60.0, "ready")
         shown = Path(f"/proc/{child.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         is_forked = isinstance(child._minder, ForkedMinder)
-        assert is_forked == (start.keywords["command"][-1] == MODULE)
+        assert is_forked == (start.keywords["command"][-1] == SERVER_MODULE)
         if is_forked:
-            assert shown.startswith(f"{sys.executable} -m {MODULE} ") and " --random-seed 43 " in shown
+            assert shown.startswith(f"{sys.executable} -m {SERVER_MODULE} ") and " --random-seed 43 " in shown
             assert child.log_tail() == "threads 1"
 
 
@@ -333,7 +344,7 @@ def test_without_a_nursery_it_is_started_as_usual(
     for name, value in {FOLDER_VARIABLE: str(nursery), "RAY_AUTH_TOKEN": TOKEN, **change}.items():
         monkeypatch.setenv(name, value)
     with open(tmp_path / "log", "ab") as log, socket.socketpair()[0] as control:
-        assert fork_server([sys.executable, "-m", MODULE], control, log, dict(os.environ)) is None
+        assert fork_server([sys.executable, "-m", SERVER_MODULE], control, log, dict(os.environ)) is None
 
 
 def test_an_end_is_read_once() -> None:
@@ -378,7 +389,7 @@ def test_a_minder_that_fails_says_so(nursery: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     ours, theirs = socket.socketpair()
     with ours, theirs, open(tmp_path / "log", "ab") as log:
-        forked = fork_server([sys.executable, "-m", MODULE], theirs, log, dict(os.environ))
+        forked = fork_server([sys.executable, "-m", SERVER_MODULE], theirs, log, dict(os.environ))
         assert forked is not None
         ours.sendall(b"no number\n")
         assert _wait(lambda: forked.poll() is not None)

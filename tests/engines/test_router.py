@@ -12,7 +12,7 @@ import requests
 from aiohttp import web
 
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.post_request import post
+from fusionrl.engines.http import post
 from fusionrl.engines.router import Router
 from tests.engines.streaming import Engine, serve
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusionrl.engines.answers import Generation, StreamParser
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.generation import Generation, StreamParser
 from tests.engines.streaming import Engine, serve
 
 PROMPT = [1, 2, 3]

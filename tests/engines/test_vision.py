@@ -22,12 +22,11 @@ from fusionrl.config.config import Config
 from fusionrl.data.image_store import IMAGES, MEGABYTE
 from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.sample import Sample
+from fusionrl.engines.answers import join
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineActor
-from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
-from fusionrl.engines.image_settings import ImageSettings
-from fusionrl.engines.images import MediaTokens
+from fusionrl.engines.images import ImageSettings, MediaTokens
 from fusionrl.engines.router import Router
 from fusionrl.engines.weight_payload import by_value
 from fusionrl.models.families import hf_shapes

@@ -17,7 +17,7 @@ from fusionrl.data.image_store import IMAGES, MEGABYTE
 from fusionrl.data.images import ImageLimits, ImageRef, png_of
 from fusionrl.data.processor_files import ProcessorFiles
 from fusionrl.data.sample import Sample
-from fusionrl.engines.answer_checks import AnswerError
+from fusionrl.engines.answers import AnswerError
 from fusionrl.rollout import engine_post
 from fusionrl.rollout.engine_post import FunctionRequest, post
 from fusionrl.rollout.image_requests import barred_parts, image_metrics

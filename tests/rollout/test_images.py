@@ -26,10 +26,9 @@ from fusionrl.data.processor_files import read_processor_files
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import adopt_images, images_of, keep_images, set_images
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.engines.answer_checks import AnswerError
+from fusionrl.engines.answers import AnswerError, Generation
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.generation import Generation
-from fusionrl.engines.request_merging import RequestMerger
+from fusionrl.engines.request_routing import RequestMerger
 from fusionrl.rollout.agent import generate as generate_with_tools
 from fusionrl.rollout.engine_post import post
 from fusionrl.rollout.image_requests import FOLDER, image_data, image_metrics, media_tokens, with_images

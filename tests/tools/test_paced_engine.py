@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusionrl.engines.client import GenerateClient, abort_all
-from fusionrl.engines.control import EngineControl
+from fusionrl.engines.engine import EngineControl
 from tools.bench.engine_model import Machine
 from tools.bench.lengths import Lengths
 from tools.bench.paced_engine import PacedEngine, Scale, start_engines

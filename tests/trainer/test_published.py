@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from fusionrl.engines.local_copy import pull_version
+from fusionrl.engines.disk_versions import pull_version
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import LocalRanks, Samples, config_of

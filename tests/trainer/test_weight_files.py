@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fusionrl.engines.local_copy import DamagedVersion, Manifest, _check_file, pull_version
+from fusionrl.engines.disk_versions import DamagedVersion, Manifest, _check_file, pull_version
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.weights.disk import DiskOptions, DiskWriter
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of, limit_files, weights

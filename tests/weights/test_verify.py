@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.engines.generation import Generation
+from fusionrl.engines.answers import Generation
 from fusionrl.weights import verify
 from fusionrl.weights.verify import Verification, WeightMismatch
 

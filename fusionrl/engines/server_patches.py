@@ -1,22 +1,30 @@
-"""Names of the weights that an engine loads from files, and checks of its model before it serves: put into SGLang from
-outside, on every device.
+"""Connect SGLang's ranks to each other and to the trainers without a TCPStore that strangers can write to.
 
-SGLang skips tensors whose names it does not know, and starts with whatever memory held where all of them are so. It
-also takes defaults of its own for fields of config.json that it looks for elsewhere than transformers does. Either
-engine would answer, with other log-probs than the trainers'.
+`install_rendezvous` replaces torch's handler of `tcp://host:port`, where SGLang meets, in the server's processes:
+
+* SGLang's own ranks meet in a file of the engine's temporary folder; those of an engine over several nodes in a store
+  of rank 0 that takes connections from the run's nodes alone;
+* a trainer is met, for a weight push, in the store that it made (`fusionrl.base.group_stores`). All members of the
+  group wait there for each other, and NCCL's communicator is made at once (`fusionrl.base.group_stores`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 from weakref import WeakSet
 
 from fusionrl.base.imports import when_imported
+from fusionrl.engines import NODES_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +32,68 @@ if TYPE_CHECKING:
 
     from fusionrl.models.shape import ModelShape
 
+
+def install_rendezvous() -> None:
+    """Replace the handler, and the constructor of groups that SGLang calls; imports torch. Idempotent."""
+    from torch.distributed import distributed_c10d as c10d
+
+    from fusionrl.base.group_stores import connecting
+
+    # `torch.distributed.rendezvous` is the function of that name.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    if handlers.get("tcp") is not _meet:
+        handlers["tcp"] = _meet
+        c10d._new_process_group_helper = connecting(c10d._new_process_group_helper)
+
+
+def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: object) -> Iterator[tuple[object, int, int]]:
+    import torch.distributed as dist
+
+    from fusionrl.base.group_stores import engine_store, join_group_store, meet
+
+    address = urlparse(url)
+    query = {name: int(values[0]) for name, values in parse_qs(address.query).items() if name in ("rank", "world_size")}
+    assert address.hostname is not None and address.port is not None
+    if dist.is_initialized():  # then it is not SGLang's own world
+        store = join_group_store(address.hostname, address.port, timeout.total_seconds())
+        meet(store, query["rank"], query["world_size"], timeout.total_seconds())
+    elif NODES_VARIABLE in os.environ:
+        is_master = query["rank"] == 0
+        store = engine_store(address.hostname, address.port, timeout.total_seconds(), is_master=is_master)
+    else:
+        folder = os.environ.get("TMPDIR", tempfile.gettempdir())  # the engine's own, see `EngineActor`
+        store = dist.FileStore(str(Path(folder, f"world-{address.port}")), query["world_size"])
+        store.set_timeout(timeout)
+    yield store, query["rank"], query["world_size"]
+
+
 logger = logging.getLogger(__name__)
+
+
+def stamp_streams() -> None:
+    """Let schedulers of this process, and of those forked from it, tell it with each event. Idempotent."""
+    try:
+        from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans
+    except ImportError as error:  # another version of SGLang has them elsewhere
+        logger.warning("the events of a stream tell the weight version of the moment, but for the last one: %s", error)
+        return
+
+    accept_without_versions = _GenerationStreamAccumulator.accept
+    if getattr(accept_without_versions, "tells_versions", False):
+        return
+
+    def accept(self: Any, *, req: Any) -> None:
+        before = len(self.weight_versions)
+        accept_without_versions(self, req=req)
+        if req.stream and len(self.weight_versions) > before and self.weight_versions[-1] is None:
+            self.weight_versions[-1] = compute_weight_version_spans(
+                req.weight_version_events, self.current_weight_version, len(req.output_ids)
+            )
+
+    accept.tells_versions = True  # type: ignore[attr-defined]
+    _GenerationStreamAccumulator.accept = accept
+
 
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
 _TOWER = "visual"  # name of a vision tower in SGLang's models
@@ -36,7 +105,7 @@ class WrongModel(RuntimeError):
     """The engine's model is not that of its folder."""
 
 
-def register() -> None:
+def check_models() -> None:
     """Check models that schedulers of this process, and of those forked from it, load from files. Call it once."""
     when_imported("sglang.srt.model_loader.loader", _watch)
 
