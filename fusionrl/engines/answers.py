@@ -352,7 +352,7 @@ class StreamParser:
     def parse(self, event: Mapping[str, object]) -> Generation:
         """The tokens that are new in `event`; the finish reason is "" in all but the last one.
 
-        The versions are those that the event tells (`engines.stream_versions`), else the current one. Raises
+        The versions are those that the event tells (`server_patches.stamp_streams`), else the current one. Raises
         AnswerError if tokens are missing, or a field is wrong (`parse_generation`).
         """
         meta = event.get("meta_info") if isinstance(event, dict) else None

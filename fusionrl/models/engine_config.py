@@ -79,7 +79,7 @@ def text_view(folder: str, place: Path, *, is_filled: bool = False) -> str:
     """Return the folder from which an engine serves the text model of `folder`: that itself, or `place`.
 
     At `place` is then config.json of the text model alone, and a link to each other file. SGLang knows the names that
-    tensors have there (`engines/model_checks.py`). A model of which SGLang has no class of the text part is served
+    tensors have there (`engines/server_patches.py`). A model of which SGLang has no class of the text part is served
     whole.
 
     is_filled: config.json has `engine_fields`, too, for an engine with a draft model of its own: that would get what
