@@ -136,8 +136,8 @@ class GenerateClient:
     ) -> AsyncGenerator[Generation, None]:
         """Send one request with `input_ids`, and yield what is sampled as it comes. The last piece alone has a finish
         reason. Leaving the loop ends the request; at once, where the generator is closed. A piece has the
-        versions of its tokens from a server that this project started (`server_patches.stamp_streams`); from another, the
-        version at the time of sending, and `join` takes those of the last event.
+        versions of its tokens from a server of this project (`server_patches.stamp_streams`); from another, the version
+        at the time of sending, and `join` takes those of the last event.
 
         If an engine dies, another continues after the tokens received so far: the pieces follow one another, and
         `part` counts the requests. Where a placeholder of an image or another medium is among them, none can: the
