@@ -54,7 +54,7 @@ def adapter_flags(family: str) -> dict[str, Any] | None:
     """Return the flags with which engines take the family's adapters, on an MLP too if they can; None: they cannot."""
     from fusionrl.config.config import Config
     from fusionrl.models.shape import shape_from_hf_config
-    from fusionrl.plan.adapters import adapter_push
+    from fusionrl.plan.trained_parts import adapter_push
     from tests.trainer import hf_models
 
     config = json.loads(hf_models.config_of(family, False).to_json_string(use_diff=False)) | {"model_type": family}

@@ -30,14 +30,19 @@ import numpy as np
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
-from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Recompute, chunk_bytes, micro_batch_bytes
+from fusionrl.plan.memory.activations import (
+    LONGEST_ROW,
+    ActivationOptions,
+    Recompute,
+    chunk_bytes,
+    micro_batch_bytes,
+    tower_memory,
+)
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
-from fusionrl.plan.memory.tower import tower_memory
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
-from fusionrl.plan.trainer_plan import trainer_plan
-from fusionrl.plan.vision import frozen_of
+from fusionrl.plan.trained_parts import adapters_of, frozen_of
+from fusionrl.plan.trainers import trainer_plan
 from tests.tiny_vision import random_image, raw_config
 from tools import published_peaks
 from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row, without_adapters

@@ -28,8 +28,8 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.trainable import PEFT_PREFIX, AdapterSpec, adapter_rules
-from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.trained_parts import adapters_of
 from tests.tiny_vision import make_tiny_vlm
 from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.trainer_worker import adapter_value, draw_adapters

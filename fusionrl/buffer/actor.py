@@ -33,8 +33,8 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import import_auto_tokenizer
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
-from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.trained_parts import adapter_names
 from fusionrl.rewards.registry import runs_programs
 from fusionrl.rollout.generate_state import samples_in_flight
 from fusionrl.rollout.image_requests import FOLDER

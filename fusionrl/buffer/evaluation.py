@@ -21,7 +21,7 @@ from fusionrl.data.sampling import UNKNOWN_VERSION, as_version, split_versions
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.formats import to_jsonable, write_atomically
 from fusionrl.observe.rollouts import RolloutWriter
-from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.balance import BatchPlan
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import counting_lost
 from fusionrl.rollout.sft_rollout import to_sft_sample

@@ -28,9 +28,9 @@ from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase, span
-from fusionrl.plan.adapters import adapter_names
-from fusionrl.plan.flops import Work
+from fusionrl.plan.costs import Work
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.trained_parts import adapter_names
 from fusionrl.rewards.length import length_reward
 from fusionrl.rollout.types import Limits, check_samples
 from fusionrl.rollout.weight_versions import warn_once

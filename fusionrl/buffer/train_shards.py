@@ -22,8 +22,7 @@ from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
 from fusionrl.data.sampling import UNKNOWN_VERSION, temperatures_of
 from fusionrl.data.train_batch import FIELDS, ShardSpan, TrainShard, TrainStep, flat_field
-from fusionrl.plan.balance import Balance, divide
-from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.balance import Balance, BatchPlan, divide
 from fusionrl.plan.plan import Plan
 
 Ref = TypeVar("Ref")  # a reference to a shard in the object store

@@ -19,7 +19,7 @@ from fusionrl.data.tokenizer_files import TemplateProbe, TokenizerFiles, read_to
 from fusionrl.engines.images import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings, refused
 from fusionrl.models import families
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.vision import trains_tower
+from fusionrl.plan.trained_parts import trains_tower
 
 
 def image_errors(config: Config, shape: ModelShape | None) -> list[str]:

@@ -25,9 +25,8 @@ from fusionrl.models.hf_folder import INDEX, SINGLE, check_weight_files, is_mega
 from fusionrl.models.quantization import BlockFp8, read_quantization, shape_errors
 from fusionrl.models.rules import MTP
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.plan.critic import auxiliary_role
-from fusionrl.plan.engine_places import check_engine_size
-from fusionrl.plan.trainer_plan import TrainerPlan
+from fusionrl.plan.placement import check_engine_size
+from fusionrl.plan.trainers import TrainerPlan, auxiliary_role
 
 
 def unreadable_errors(config: Config) -> list[str]:

@@ -13,9 +13,9 @@ from fusionrl.config.run import ProfileOrder
 from fusionrl.config.run_parts import changes_weights, saves, uses_engines, uses_trainers
 from fusionrl.models.trainable import num_adapter_parameters
 from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file
-from fusionrl.plan.adapters import adapter_folders, adapters_of
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.trained_parts import adapter_folders, adapters_of
 
 NO_FOLDER = "--resume: name the run's folder with --run-dir"
 

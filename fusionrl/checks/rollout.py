@@ -15,8 +15,8 @@ from fusionrl.config.hooks import check_hook
 from fusionrl.config.rollout import RolloutGroup
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT, generates
 from fusionrl.data.sampling import GREEDY_BELOW
-from fusionrl.plan.adapters import adapter_names
 from fusionrl.plan.layout import sequence_multiple
+from fusionrl.plan.trained_parts import adapter_names
 from fusionrl.rewards.registry import LabelCheck, rm_type_errors
 from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.sglang_rollout import eval_sampling_params

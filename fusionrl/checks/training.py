@@ -7,8 +7,8 @@ from fusionrl.config.run_parts import changes_weights, estimator_of, has_own_rol
 from fusionrl.models.peft import read_peft
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import ALL_LINEAR, has_stacks
-from fusionrl.plan.adapters import adapter_folders, adapters_of
-from fusionrl.plan.critic import auxiliary_role
+from fusionrl.plan.trained_parts import adapter_folders, adapters_of
+from fusionrl.plan.trainers import auxiliary_role
 
 # Estimators that measure a sample against its siblings alone: a single sample gets 0.
 OF_GROUPS = names_where(lambda estimator: estimator.compares_siblings and estimator.role is None)

@@ -28,9 +28,9 @@ from fusionrl.config.scopes import ENGINES, TRAINERS, TRAINS, Scope, scopes_of
 from fusionrl.data.rows import read_rows
 from fusionrl.data.tokenizer_files import read_tokenizer_files
 from fusionrl.models.engine_config import has_chat_template
-from fusionrl.plan.open_files import open_file_warnings
 from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.render import open_file_warnings
 
 # How chat templates mark turns: <|im_start|>, <|user|>, [INST], <start_of_turn>, <s>.
 _MARK = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|\[/?INST\]|<(?:start|end)_of_turn>|</?s>")

@@ -6,7 +6,7 @@ import subprocess
 from typing import Literal
 
 from fusionrl.base.imports import quiet
-from fusionrl.plan.visible_devices import VARIABLE, visible_names
+from fusionrl.plan.devices import VARIABLE, visible_names
 
 
 def detect_device(device: str) -> Literal["cpu", "cuda"]:

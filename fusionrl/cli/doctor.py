@@ -75,7 +75,7 @@ def _examined(argv: Sequence[str]) -> Examined:
     from fusionrl.checks.warnings import flag_warnings
     from fusionrl.cli.device import detect_device
     from fusionrl.cli.resolve import resolve
-    from fusionrl.plan.open_files import open_file_warnings
+    from fusionrl.plan.render import open_file_warnings
 
     config: Config | None
     if not argv:

@@ -16,9 +16,9 @@ from fusionrl.config.passed_flags import imbalance_of
 from fusionrl.models.quantization import BlockFp8, read_described
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster
-from fusionrl.plan.lr_schedule import lr_decay_steps
 from fusionrl.plan.plan import make_plan, plan_errors
 from fusionrl.plan.render import render_plan
+from fusionrl.plan.trainers import lr_decay_steps
 
 
 def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:

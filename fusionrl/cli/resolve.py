@@ -19,11 +19,10 @@ from fusionrl.config.parser import CommandLineError, former_flags, read_args, sh
 from fusionrl.config.passed_flags import imbalance_of, translate_slime_flags
 from fusionrl.config.resume_differences import difference_lines
 from fusionrl.observe.run_dir import last_config
-from fusionrl.plan.critic import auxiliary_config
-from fusionrl.plan.device_checks import check_fused_layers
 from fusionrl.plan.devices import this_machine
-from fusionrl.plan.lr_schedule import lr_decay_steps
+from fusionrl.plan.placement import check_fused_layers
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
+from fusionrl.plan.trainers import auxiliary_config, lr_decay_steps
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 

@@ -1,91 +1,25 @@
-"""Divide samples over data-parallel ranks and into micro-batches by their cost. Pure.
+"""How many samples a step has, and how they are divided over data-parallel ranks and into micro-batches. Pure.
 
-Every function gives the same answer for the same input, everywhere. A sample costs `linear * length +
-quadratic * length ** 2`: the products with the weights, and attention. Ranks get equal cost; a rank's micro-batches
-keep to limits that are never passed (tokens, samples), and cost about the same.
+Every function gives the same answer for the same input, everywhere. Ranks get equal cost; a rank's micro-batches keep
+to limits that are never passed (tokens, samples), and cost about the same.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fusionrl.models.shape import ModelShape
-from fusionrl.models.vision import VisionShape
+from fusionrl.base.wording import counted, dividing
+from fusionrl.plan.costs import ImageCost, SequenceCost
 
 # Exchanges between the costliest and the cheapest rank (or micro-batch) after the first division; each makes the
 # difference smaller, and beyond some hundreds nothing is left to gain.
 MAX_EXCHANGES = 600
 
 Limits = Sequence[int]
-
-
-@dataclass(frozen=True)
-class SequenceCost:
-    """Floating-point operations of training one sequence of `n` tokens: `linear * n + quadratic * n ** 2`.
-
-    windows  (size, quadratic) of layers whose tokens see so many
-    """
-
-    linear: float
-    quadratic: float
-    windows: tuple[tuple[int, float], ...] = ()
-
-    @classmethod
-    def of_shape(cls, shape: ModelShape) -> SequenceCost:
-        """Forward and backward of a model: 6 operations a weight that a token passes, and causal attention.
-
-        Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1; PaLM, appendix B, adds attention: it
-        multiplies queries by keys and scores by values, 2 operations each for half of all pairs of tokens in forward,
-        twice that in backward. The embedding is a lookup and costs nothing; the output layer does cost. Recomputed work
-        counts once.
-        """
-        embedding = shape.vocab_size * shape.hidden_size
-        weights = shape.num_active_parameters - (0 if shape.tie_word_embeddings else embedding)
-        # Each layer of multi-token prediction reads the output layer once more, which gets no gradient of it.
-        further = shape.mtp_layers * (0 if shape.value_head else 4.0 * embedding)
-        attention = shape.longer.attention
-        linear = 6.0 * weights + sum(kind.token_flops(shape) for kind in attention) + further
-        pairs: defaultdict[int | None, float] = defaultdict(float)
-        for kind in attention:
-            pairs[kind.window] += kind.pair_flops(shape)
-        return cls(linear, pairs.pop(None, 0.0), tuple((size, part) for size, part in pairs.items() if size))
-
-    def __call__(self, lengths: np.ndarray | Sequence[int]) -> np.ndarray:
-        """[n] lengths → [n] costs, float64."""
-        n = np.asarray(lengths, dtype=np.float64)
-        within = (quadratic * (n**2 - np.maximum(n - size, 0.0) ** 2) for size, quadratic in self.windows)
-        return sum(within, self.linear * n + self.quadratic * n * n)
-
-
-@dataclass(frozen=True)
-class ImageCost:
-    """Floating-point operations of an image of `n` tokens in a vision tower: `linear * n + quadratic * n ** 2`.
-
-    A patch passes the blocks, a token the mergers; attention multiplies queries by keys and scores by values, within
-    windows or the whole image. Three times that where the tower is trained; recomputed work counts once.
-    """
-
-    linear: float
-    quadratic: float
-
-    @classmethod
-    def of_shape(cls, vision: VisionShape, is_trained: bool) -> ImageCost:
-        """Of a tower that is trained, or runs forward alone."""
-        times, per_token = 3.0 if is_trained else 1.0, vision.merge**2
-        num_windowed, patches = vision.window
-        of_patch = 2 * (vision.num_weights("blocks.") + vision.num_weights("patch_embed."))
-        of_patch += num_windowed * 4 * vision.hidden_size * patches
-        mergers = vision.num_weights("merger.") + vision.num_weights("deepstack_")
-        pairs = (vision.num_layers - num_windowed) * 4 * vision.hidden_size * per_token**2
-        return cls(times * (per_token * of_patch + 2 * mergers), times * pairs)
-
-    def __call__(self, tokens: int) -> float:
-        return self.linear * tokens + self.quadratic * tokens * tokens
 
 
 @dataclass(frozen=True)
@@ -388,3 +322,62 @@ def pipeline_order(costs: np.ndarray) -> list[int]:
     """
     order = np.argsort(-costs, kind="stable").tolist()
     return order[::2][::-1] + order[1::2]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The division of one rollout into optimizer steps."""
+
+    num_prompts: int
+    num_samples_per_prompt: int
+    num_steps: int  # optimizer steps of one rollout
+    global_batch_size: int  # samples of one optimizer step
+    dp_size: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.num_samples_per_prompt
+
+    def describe(self) -> str:
+        """The arithmetic in one line."""
+        return (
+            f"{counted(self.num_prompts, 'prompt')} x {counted(self.num_samples_per_prompt, 'sample')}"
+            f" = {counted(self.num_samples, 'sample')} a rollout = {counted(self.num_steps, 'optimizer step')}"
+            f" x {counted(self.global_batch_size, 'sample')}, over {counted(self.dp_size, 'rank')}"
+        )
+
+
+def plan_batches(
+    *,
+    rollout_batch_size: int,
+    n_samples_per_prompt: int,
+    global_batch_size: int | None,
+    num_steps_per_rollout: int | None,
+    dp_size: int,
+) -> BatchPlan:
+    """Work out the missing one of --global-batch-size and --num-steps-per-rollout."""
+    total = rollout_batch_size * n_samples_per_prompt
+    product = (
+        f"--rollout-batch-size {rollout_batch_size} x --n-samples-per-prompt {n_samples_per_prompt} = {total} samples"
+    )
+    num_samples_set = (global_batch_size or 0) * (num_steps_per_rollout or 0)
+    if num_samples_set and num_samples_set != total:
+        raise ValueError(
+            f"{product}, but --global-batch-size {global_batch_size} x --num-steps-per-rollout "
+            f"{num_steps_per_rollout} = {num_samples_set}; leave one of the two out"
+        )
+    if global_batch_size is None:
+        steps = num_steps_per_rollout or 1
+        if total % steps:
+            fitting = dividing(total, steps, at_most=total // dp_size)
+            raise ValueError(f"{product} do not divide into --num-steps-per-rollout {steps}; {fitting}")
+        global_batch_size = total // steps
+    if total % global_batch_size:
+        fitting = dividing(total, global_batch_size, at_least=dp_size)
+        raise ValueError(f"{product} do not divide into steps of --global-batch-size {global_batch_size}; {fitting}")
+    if global_batch_size < dp_size:
+        raise ValueError(
+            f"--global-batch-size {global_batch_size} is smaller than the {dp_size} data-parallel ranks: some would"
+            " have nothing to train; raise it or use fewer ranks"
+        )
+    return BatchPlan(rollout_batch_size, n_samples_per_prompt, total // global_batch_size, global_batch_size, dp_size)

@@ -13,24 +13,46 @@ from fusionrl.config.run_parts import is_streamed, uses_trainers
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.plan.adapters import AdapterPush, adapter_push, adapters_of
-from fusionrl.plan.balance import Balance, SequenceCost
-from fusionrl.plan.batch import BatchPlan, plan_batches
-from fusionrl.plan.critic import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
-from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
-from fusionrl.plan.device_checks import check_device, check_placement, drafts_by_itself
+from fusionrl.plan.balance import Balance, BatchPlan, plan_batches
+from fusionrl.plan.costs import SequenceCost
 from fusionrl.plan.devices import Machine
-from fusionrl.plan.engine_places import engine_sizes, place_evaluation, place_one_by_one
 from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, mtp_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.memory.states import stage_parameters
 from fusionrl.plan.pipeline_knobs import knobs_of
+from fusionrl.plan.placement import (
+    ScorerPlan,
+    check_device,
+    check_placement,
+    drafts_by_itself,
+    engine_sizes,
+    place_evaluation,
+    place_one_by_one,
+    plan_scorers,
+)
 from fusionrl.plan.push import push_tensors, torch_name
-from fusionrl.plan.scorers import ScorerPlan, plan_scorers
-from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.plan.vision import frozen_of, image_cost, max_image_tokens, vision_errors
+from fusionrl.plan.trained_parts import (
+    AdapterPush,
+    adapter_push,
+    adapters_of,
+    frozen_of,
+    image_cost,
+    max_image_tokens,
+    vision_errors,
+)
+from fusionrl.plan.trainers import (
+    AuxiliaryPlan,
+    TrainerPlan,
+    auxiliary_config,
+    auxiliary_role,
+    layer_impl,
+    precision_or,
+    role_flag,
+    trainer_precision,
+    trainer_threads,
+)
 
 
 @dataclass(frozen=True)

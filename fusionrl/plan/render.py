@@ -3,25 +3,24 @@
 from collections.abc import Mapping, Sequence
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND
+from fusionrl.base.process import most_open_files
 from fusionrl.base.wording import counted
 from fusionrl.config.algorithm import with_preset
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.parser import spell
-from fusionrl.config.run_parts import changes_weights, correction_text
+from fusionrl.config.run_parts import changes_weights, correction_text, uses_engines
 from fusionrl.models.families import model_rules
 from fusionrl.models.trainable import num_adapter_parameters
-from fusionrl.plan.adapters import adapter_folders, adapter_push, adapters_of, target_modules
-from fusionrl.plan.balance import ImageCost, SequenceCost
-from fusionrl.plan.defaults import WIDTHS
+from fusionrl.plan.costs import ImageCost, SequenceCost
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.lr_schedule import warm_up_notes
 from fusionrl.plan.memory.bars import gib
 from fusionrl.plan.memory.report import training_bytes
 from fusionrl.plan.pipeline_knobs import describe_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import planned_push
-from fusionrl.plan.vision import trains_tower
+from fusionrl.plan.trained_parts import adapter_folders, adapter_push, adapters_of, target_modules, trains_tower
+from fusionrl.plan.trainers import WIDTHS, warm_up_notes
 
 _TURNS = {
     "engines first": "engines start alone, then trainers; in a push and its check each side holds its weights alone;"
@@ -192,4 +191,38 @@ def preset_flags(values: Mapping[str, object]) -> list[str]:
         spell(field, values[field]) + ("" if values[field] == value else f" (given; the preset has {value})")
         for field, value in with_preset(chosen).items()
         if field not in chosen
+    ]
+
+
+FILES_BESIDE = 200
+"""Files of the router without its connections for requests: libraries, logs, health checks."""
+
+
+def most_requests(open_files: int) -> int:
+    """Return how many requests may be under way: each is a connection from the client and one to an engine."""
+    return max(0, (open_files - FILES_BESIDE) // 2)
+
+
+def samples_in_flight(config: Config, plan: Plan) -> int:
+    """Return how many samples may be under way at once, by flags and bound."""
+    knobs, rollout = plan.knobs, config.rollout
+    if knobs is not None:
+        groups = int((1 + knobs.lead) * knobs.groups_per_version) + knobs.spare_groups
+        return min(knobs.max_samples_in_flight, groups * knobs.samples_per_group)
+    groups = max(rollout.rollout_batch_size or 0, rollout.over_sampling_batch_size or 0)
+    return min(rollout.sglang_server_concurrency * plan.num_engines, groups * rollout.n_samples_per_prompt)
+
+
+def open_file_warnings(config: Config, plan: Plan) -> list[str]:
+    """A text where more samples may be under way than the router has open files for."""
+    if not uses_engines(config) or not plan.num_engines:
+        return []
+    limit, samples = most_open_files(), samples_in_flight(config, plan)
+    if samples <= most_requests(limit):
+        return []
+    return [
+        f"{samples} samples may be in flight, and each takes two open files of the router; this machine allows it"
+        f" {limit}, enough for {most_requests(limit)}: raise the hard limit (ulimit -Hn) to"
+        f" {2 * samples + FILES_BESIDE}, or give --sglang-server-concurrency"
+        f" {max(1, most_requests(limit) // plan.num_engines)}"
     ]

@@ -18,7 +18,7 @@ from fusionrl.base.sockets import collective_interfaces
 from fusionrl.observe.hardware import Device, Meter, bind_near, open_nvml, peak_bytes, resident_bytes
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.observe.spans import clock, count, record_beside
-from fusionrl.plan.visible_devices import VARIABLE, visible_names
+from fusionrl.plan.devices import VARIABLE, visible_names
 
 HOST, HOST_PEAK = "host_bytes", "host_peak_bytes"
 

@@ -11,9 +11,9 @@ from fusionrl.config.run import PROFILES, ProfileOrder, nsys_command
 from fusionrl.config.run_parts import uses_trainers
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.models.engine_config import pushed_arguments
-from fusionrl.plan.adapters import adapter_folders, adapter_slots, adapters_of, target_modules
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.trained_parts import adapter_folders, adapter_slots, adapters_of, target_modules
 from fusionrl.runtime.ray_cluster import Bundle
 
 logger = logging.getLogger(__name__)

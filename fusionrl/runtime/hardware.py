@@ -18,7 +18,8 @@ from ray.actor import ActorHandle
 
 from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.hardware import resident_bytes
-from fusionrl.plan.flops import Work, peak_flops, train_flops
+from fusionrl.plan.costs import Work, train_flops
+from fusionrl.plan.devices import peak_flops
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.actor_process import HOST
 from fusionrl.runtime.buffer_handle import BufferHandle

@@ -29,10 +29,9 @@ from fusionrl.config.run import PROFILES, ProfileOrder, nsys_options
 from fusionrl.engines.router import Router
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.observe.run_dir import umask_of
-from fusionrl.plan.critic import Role, auxiliary_config
-from fusionrl.plan.nccl import shared_settings
+from fusionrl.plan.devices import refuse_slices, shared_settings
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.visible_devices import refuse_slices
+from fusionrl.plan.trainers import Role, auxiliary_config
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.early_start import EarlyStart

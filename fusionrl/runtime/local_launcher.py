@@ -14,8 +14,8 @@ from fusionrl.base.sockets import LOOPBACK, collective_interfaces
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor
-from fusionrl.plan.critic import Role
-from fusionrl.plan.visible_devices import VARIABLE, Gpu, nth
+from fusionrl.plan.devices import VARIABLE, Gpu, nth
+from fusionrl.plan.trainers import Role
 from fusionrl.runtime.engine_specs import EngineRole
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import Bundle

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fusionrl.base.pending_calls import waiting
 from fusionrl.base.sockets import LOOPBACK
-from fusionrl.plan.visible_devices import VARIABLE, Gpu, countable, locate
+from fusionrl.plan.devices import VARIABLE, Gpu, countable, locate
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
 from fusionrl.runtime.ray_processes import only_what_is_used
 from fusionrl.weights.remote_calls import Reference, get, wait

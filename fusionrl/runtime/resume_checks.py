@@ -12,8 +12,8 @@ from fusionrl.config.run_parts import has_own_source
 from fusionrl.data.sample_json import SourceState
 from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.models.trainable import Adapted, adapted_difference, saved_in
-from fusionrl.plan.adapters import adapted_of, adapter_names, has_several_adapters
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.trained_parts import adapted_of, adapter_names, has_several_adapters
 from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints
 
 MAX_CHECKED_PROMPTS = 50_000  # of larger data only the Buffer compares the prompts: reading them twice takes minutes

@@ -10,7 +10,7 @@ from typing import Self
 from fusionrl.buffer.actor import Rollout
 from fusionrl.config.run_parts import uses_engines
 from fusionrl.observe.spans import phase
-from fusionrl.plan.flops import Work
+from fusionrl.plan.costs import Work
 from fusionrl.runtime.run_context import Run
 from fusionrl.runtime.supervisor import Terminated
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fusionrl.base.process import give_freed_back
 from fusionrl.models.hf_io import local_tensors
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.memory.pinned import BLOCK
+from fusionrl.plan.memory.states import BLOCK
 from fusionrl.trainer.model import Trained
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from fusionrl.plan.memory.head import block_sizes
+from fusionrl.plan.memory.trainer import block_sizes
 
 
 class _ChunkedLogProbs(torch.autograd.Function):

@@ -93,7 +93,7 @@ class BatchOptions:
     all_responses: choose every response token (scoring), not only those that are trained on.
     share_prompts: compute a prompt once for all samples of a micro-batch that have it; the positions of rotary
         embeddings are then given. Each kind of attention says whether it can (`may_share_prompts`).
-    aggregation: how tokens' losses become one, see `algorithms.aggregation`; with its constant.
+    aggregation: how tokens' losses become one, see `policy_losses.token_weights`; with its constant.
     whole_sequences: the model runs over every token of every sample, its last one and each copy of a prompt included.
     replay_layers: those whose routers choose the experts that the engine chose; None: no router does.
     mtp_layers: layers of multi-token prediction, which look at tokens ahead.

@@ -19,9 +19,8 @@ from fusionrl.models.hf_folder import is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.trainable import AdapterSpec
 from fusionrl.observe.spans import phase, span
-from fusionrl.plan.adapters import adapted_of, adapters_of, only_folder
-from fusionrl.plan.trainer_plan import TrainerPlan
-from fusionrl.plan.vision import frozen_of
+from fusionrl.plan.trained_parts import adapted_of, adapters_of, frozen_of, only_folder
+from fusionrl.plan.trainers import TrainerPlan
 
 if TYPE_CHECKING:
     import torch

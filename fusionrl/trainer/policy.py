@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.config.run_parts import needs_reference
 from fusionrl.observe.spans import phase, span
-from fusionrl.plan.adapters import adapter_folders, has_several_adapters
+from fusionrl.plan.trained_parts import adapter_folders, has_several_adapters
 from fusionrl.trainer.model_rank import Restored, SetupFacts
 from fusionrl.trainer.push_source import PushSource
 from fusionrl.trainer.shards import Handed, Prepared, SampleColumns, columns_of, pull

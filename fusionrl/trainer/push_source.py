@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import phase
-from fusionrl.plan.adapters import adapter_folders
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.plan.trained_parts import adapter_folders
 from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:

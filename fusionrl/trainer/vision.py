@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fusionrl.data.train_batch import ShardSpan, TrainShard
 from fusionrl.models.vision import VisionShape, axes, positions
-from fusionrl.plan.memory.tower import KEPT_FEATURES
+from fusionrl.plan.memory.activations import KEPT_FEATURES
 from fusionrl.trainer.outputs import ChosenOutputs
 from fusionrl.trainer.packed_row import PackedLayout
 from fusionrl.trainer.vision_tower import TOWERS, PixelScale

@@ -20,8 +20,8 @@ from fusionrl.observe.advice import Glimpse
 from fusionrl.pipeline.controller import apply, decide
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import Admitted, Fetch, GroupReady, SampleDone, State, StreamEnd, TrainDone
-from fusionrl.plan.balance import Balance, SequenceCost
-from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.balance import Balance, BatchPlan
+from fusionrl.plan.costs import SequenceCost
 from tests.plan.shards import build_shards
 
 

@@ -10,8 +10,8 @@ from fusionrl.checks.validate import validate_flags
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.models.shape import shape_from_hf_config
-from fusionrl.plan.adapters import adapter_push, adapter_slots
 from fusionrl.plan.plan import plan_errors
+from fusionrl.plan.trained_parts import adapter_push, adapter_slots
 from tests.plan.shapes import SMALL
 
 SHAPE = shape_from_hf_config(SMALL)

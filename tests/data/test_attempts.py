@@ -13,8 +13,8 @@ from fusionrl.buffer.evaluation import eval_set_metrics
 from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.data.attempts import attempts_of, join_attempt
 from fusionrl.data.sample import Sample, Status
-from fusionrl.plan.balance import Balance, SequenceCost
-from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.balance import Balance, BatchPlan
+from fusionrl.plan.costs import SequenceCost
 from fusionrl.rollout.filters import check_accuracy_in_range
 from fusionrl.rollout.types import as_train_output
 from tests.plan.shards import build_shards

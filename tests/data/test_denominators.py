@@ -7,8 +7,8 @@ import pytest
 
 from fusionrl.algorithms.policy_losses import token_weights
 from fusionrl.data.sample import Sample
-from fusionrl.plan.balance import Balance, SequenceCost
-from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.balance import Balance, BatchPlan
+from fusionrl.plan.costs import SequenceCost
 from tests.plan.shards import build_shards
 
 GROUPS, SIZE, LONGEST = 16, 4, 12

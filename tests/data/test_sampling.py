@@ -7,8 +7,8 @@ import pytest
 
 from fusionrl.data.sample import Sample
 from fusionrl.data.sampling import CHANGED, note_request, note_temperature, scored_at, temperatures_of
-from fusionrl.plan.balance import Balance, SequenceCost
-from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.balance import Balance, BatchPlan
+from fusionrl.plan.costs import SequenceCost
 from tests.plan.shards import build_shards
 
 

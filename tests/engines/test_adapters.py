@@ -20,7 +20,7 @@ from fusionrl.engines.engine import EngineActor
 from fusionrl.engines.http import EndpointError
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.trainable import PEFT_PREFIX, AdapterSpec, adapter_rules
-from fusionrl.plan.adapters import target_modules
+from fusionrl.plan.trained_parts import target_modules
 from fusionrl.weights.adapters import engine_files
 from tests.engines.real_engine import log_probs, real_engine
 from tests.tiny_model import make_byte_tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl.config import upstream_flags
 from fusionrl.engines.spec import LOADER, EngineSpec, server_command, server_environment, to_flags
-from fusionrl.plan.device_checks import FP32_ATTENTION
+from fusionrl.plan.placement import FP32_ATTENTION
 
 
 def make_spec(**changes: Any) -> EngineSpec:

@@ -12,7 +12,7 @@ import torch
 
 from fusionrl.data.sample_fields import SpecInfo
 from fusionrl.engines.engine import EngineActor
-from fusionrl.plan.device_checks import CPU_DRAFTERS
+from fusionrl.plan.placement import CPU_DRAFTERS
 from tests.engines.real_engine import log_probs, real_engine
 from tests.tiny_model import make_tiny_qwen3
 

@@ -11,14 +11,13 @@ import pytest
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.trainable import AdapterSpec, adapter_rules, num_adapter_parameters
-from fusionrl.plan.adapters import adapter_push, adapter_slots
-from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.devices import GIB, Machine
-from fusionrl.plan.memory.adapters import served_bytes
 from fusionrl.plan.memory.report import training_bytes
+from fusionrl.plan.memory.states import served_bytes
 from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.plan.render import render_plan
-from fusionrl.plan.vision import frozen_of
+from fusionrl.plan.trained_parts import adapter_push, adapter_slots, frozen_of
+from fusionrl.plan.trainers import auxiliary_config
 from tests.plan.shapes import SMALL
 
 TINY = shape_from_hf_config(SMALL)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fusionrl.models.shape import shape_from_hf_config
-from fusionrl.plan.balance import Balance, SequenceCost, divide, pack, pack_ranks, pipeline_order, split_by_cost
+from fusionrl.plan.balance import Balance, divide, pack, pack_ranks, pipeline_order, split_by_cost
+from fusionrl.plan.costs import SequenceCost
 from tests.models.test_families import shape_of
 
 COST = SequenceCost(linear=24576.0, quadratic=1.0)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fusionrl.data.sample import Sample
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.plan.balance import Balance, SequenceCost
-from fusionrl.plan.batch import BatchPlan, plan_batches
+from fusionrl.plan.balance import Balance, BatchPlan, plan_batches
+from fusionrl.plan.costs import SequenceCost
 from tests.plan.shards import build_shards
 
 COST = SequenceCost(linear=10.0, quadratic=1.0)

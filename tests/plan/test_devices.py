@@ -8,8 +8,7 @@ import pynvml
 import pytest
 
 from fusionrl.cli.device import detect_device
-from fusionrl.plan.devices import this_machine
-from fusionrl.plan.visible_devices import Gpu, countable, locate, nth, refuse_slices, visible_names
+from fusionrl.plan.devices import Gpu, countable, locate, nth, refuse_slices, this_machine, visible_names
 
 
 @pytest.fixture

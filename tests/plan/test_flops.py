@@ -7,7 +7,8 @@ import pytest
 from fusionrl.models.kinds import Delta
 from fusionrl.models.kinds.delta import CHUNK
 from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.flops import Work, peak_flops, train_flops
+from fusionrl.plan.costs import Work, train_flops
+from fusionrl.plan.devices import peak_flops
 
 
 @pytest.mark.parametrize(

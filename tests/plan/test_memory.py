@@ -16,10 +16,17 @@ from fusionrl.plan.memory.activations import ActivationOptions, Recompute, kinds
 from fusionrl.plan.memory.advice import changes
 from fusionrl.plan.memory.bars import ENGINE_PROCESS, GPU_PROCESS
 from fusionrl.plan.memory.engine import engine_memory, kv_bytes, prefill_chunk, request_bytes, static_fraction
-from fusionrl.plan.memory.head import BLOCK_BYTES, KEPT_BYTES, block_sizes, head_kept_bytes
 from fusionrl.plan.memory.report import MemoryReport
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
-from fusionrl.plan.memory.trainer import BatchOptions, in_flight, trainer_memory
+from fusionrl.plan.memory.trainer import (
+    BLOCK_BYTES,
+    KEPT_BYTES,
+    BatchOptions,
+    block_sizes,
+    head_kept_bytes,
+    in_flight,
+    trainer_memory,
+)
 from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.plan.push import BUFFERS, plan_for_layout
 from fusionrl.plan.render import memory_warnings, render_plan

@@ -7,7 +7,7 @@ import pytest
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.families import hf_shapes
 from fusionrl.models.shape import ModelShape, shape_difference, shape_from_hf_config
-from fusionrl.plan.balance import SequenceCost
+from fusionrl.plan.costs import SequenceCost
 from fusionrl.plan.layout import TrainerLayout, mtp_errors
 from fusionrl.plan.memory.states import stage_parameters
 from fusionrl.plan.plan import Plan, make_plan

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusionrl.plan.nccl import CUMEM, NVLS, shared_settings
+from fusionrl.plan.devices import CUMEM, NVLS, shared_settings
 
 CASES = [
     ({}, {}, ("0", "0")),

@@ -9,14 +9,11 @@ import pytest
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.kinds import Full
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
-from fusionrl.plan import open_files
-from fusionrl.plan.critic import auxiliary_config
-from fusionrl.plan.defaults import layer_impl
-from fusionrl.plan.device_checks import check_fused_layers
-from fusionrl.plan.engine_places import place_engines, place_one_by_one
-from fusionrl.plan.open_files import open_file_warnings, samples_in_flight
+from fusionrl.plan import render
+from fusionrl.plan.placement import check_fused_layers, place_engines, place_one_by_one
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
-from fusionrl.plan.render import render_plan
+from fusionrl.plan.render import open_file_warnings, render_plan, samples_in_flight
+from fusionrl.plan.trainers import auxiliary_config, layer_impl
 from tests.models.test_families import shape_of
 from tests.plan.shapes import SMALL
 
@@ -388,9 +385,9 @@ def test_samples_in_flight(pipeline: str, values: dict[str, Any], samples: int) 
 
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     many = {"admission_lead": 1.0, "sglang_server_concurrency": 4096}
-    monkeypatch.setattr(open_files, "most_open_files", lambda: 8392)
+    monkeypatch.setattr(render, "most_open_files", lambda: 8392)
     assert open_file_warnings(*crowded(**many)) == []  # just enough
-    monkeypatch.setattr(open_files, "most_open_files", lambda: 8391)
+    monkeypatch.setattr(render, "most_open_files", lambda: 8391)
     (text,) = open_file_warnings(*crowded(**many))
     assert "4096 samples may be in flight" in text and "8391, enough for 4095" in text
     assert "(ulimit -Hn) to 8392" in text and "--sglang-server-concurrency 2047" in text

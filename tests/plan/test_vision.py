@@ -16,13 +16,14 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.trainable import frozen_names, frozen_tensors
 from fusionrl.models.vision import WindowTower
-from fusionrl.plan.balance import Balance, ImageCost, SequenceCost, divide
-from fusionrl.plan.critic import auxiliary_config
+from fusionrl.plan.balance import Balance, divide
+from fusionrl.plan.costs import ImageCost, SequenceCost
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.engine import engine_memory, prefill_chunk, seeing_fraction, static_fraction
 from fusionrl.plan.plan import plan_errors
-from fusionrl.plan.vision import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
+from fusionrl.plan.trained_parts import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
+from fusionrl.plan.trainers import auxiliary_config
 from tests.tiny_vision import config_of, raw_config
 
 SEES = {"multimodal_keys": {"image": "images"}}

@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.base.environment import FOLDER_VARIABLE, PEERS_VARIABLE
 from fusionrl.config.config import Config
-from fusionrl.plan.nccl import CUMEM, NVLS
+from fusionrl.plan.devices import CUMEM, NVLS
 from fusionrl.runtime import early_start, launcher
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.actor_registry import ActorRegistry, Member

@@ -17,7 +17,7 @@ import ray
 from ray._private.services import get_node_ip_address
 
 from fusionrl.config.config import Config
-from fusionrl.plan.visible_devices import Gpu
+from fusionrl.plan.devices import Gpu
 from fusionrl.runtime import engine_pool, node_actors, ray_cluster
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.local_launcher import LocalLauncher

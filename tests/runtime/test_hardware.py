@@ -11,8 +11,7 @@ import ray
 
 from fusionrl.models.shape import read_model_shape, shape_from_hf_config
 from fusionrl.observe import spans
-from fusionrl.plan.balance import ImageCost, SequenceCost
-from fusionrl.plan.flops import Work, train_flops
+from fusionrl.plan.costs import ImageCost, SequenceCost, Work, train_flops
 from fusionrl.runtime import clock_offsets, hardware
 from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.clock_offsets import ClockOffsets

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fusionrl.cli.device import detect_device
 from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.adapters import adapters_of
+from fusionrl.plan.trained_parts import adapters_of
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import Samples, config_of, draw_adapters
 from tools.parity import MergedAdapters

@@ -11,8 +11,8 @@ import torch
 
 from fusionrl.models.rules import canonical_name
 from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.adapters import adapters_of
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.trained_parts import adapters_of
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.local_ranks import Failed
 from tests.trainer.test_parity import assert_close

@@ -215,7 +215,7 @@ def test_prompts_are_shared_where_it_saves_enough(prompt, response, gain, on_a_c
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("kind", ["sequence_mean", "token_mean", "constant"])
 def test_the_weights_of_a_step_count_attempts(kind: str, dp: int) -> None:
-    from fusionrl.plan.batch import BatchPlan
+    from fusionrl.plan.balance import BatchPlan
     from fusionrl.trainer.micro_batches import build_micro_batches
     from tests.data.test_attempts import BALANCE, fanned
     from tests.plan.shards import build_shards

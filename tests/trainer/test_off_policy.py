@@ -14,8 +14,8 @@ from fusionrl.data.convert import samples_of
 from fusionrl.data.sample import Sample
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.plan.balance import Balance, SequenceCost
-from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.balance import Balance, BatchPlan
+from fusionrl.plan.costs import SequenceCost
 from fusionrl.rollout import weight_versions
 from fusionrl.trainer.steps import check_staleness
 from tests.plan.shards import build_shards

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fusionrl.cli.device import detect_device
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.memory.pinned import BLOCK, pinned_bytes
+from fusionrl.plan.memory.states import BLOCK, pinned_bytes
 from fusionrl.trainer.host_memory import PinnedMemory
 from tests.trainer.trainer_worker import Samples, config_of
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.plan.critic import auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.trainers import auxiliary_config
 from tests.trainer import trainer_worker
 from tests.trainer.hf_models import clone, response_log_probs
 from tests.trainer.test_critic import call, columns

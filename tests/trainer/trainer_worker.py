@@ -207,7 +207,7 @@ def merge_drawn(folder: Path, config: Config, out: Path) -> Path:
     from fusionrl.models.hf_io import HFReader
     from fusionrl.models.hf_save import save_hf
     from fusionrl.models.shape import read_model_shape
-    from fusionrl.plan.adapters import adapters_of
+    from fusionrl.plan.trained_parts import adapters_of
     from fusionrl.weights.adapters import merged_tensors
 
     shape = read_model_shape(folder)

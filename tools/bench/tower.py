@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from fusionrl.models.vision import VisionShape
-from fusionrl.plan.balance import ImageCost
+from fusionrl.plan.costs import ImageCost
 from fusionrl.trainer.vision_tower import TOWERS, PixelScale
 from tests.tiny_vision import random_image
 from tools.memory_check import seeing_shape

@@ -26,7 +26,7 @@ import numpy as np
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.balance import SequenceCost
+from fusionrl.plan.costs import SequenceCost
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.local_ranks import LocalRanks
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fusionrl.cli.device import detect_device
-from fusionrl.plan.visible_devices import VARIABLE, visible_names
+from fusionrl.plan.devices import VARIABLE, visible_names
 
 ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch", "sglang", "megatron-core", "ray", "transformer-engine", "nvidia-nccl-cu13", "nvidia-nccl-cu12")

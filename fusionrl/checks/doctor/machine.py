@@ -21,9 +21,8 @@ from fusionrl.base.sockets import GLOO, NCCL
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.checks.outputs import disk_report
 from fusionrl.observe.hardware import Device, Nvml, ask
-from fusionrl.plan.devices import GIB, host_memory
+from fusionrl.plan.devices import GIB, VARIABLE, host_memory, visible_names
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.visible_devices import VARIABLE, visible_names
 
 ROOT = Path("/")
 FEWEST_FILES, FEWEST_PROCESSES = 4096, 1024

@@ -14,9 +14,9 @@ from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.memory.engine import EngineMemory
-from fusionrl.plan.memory.pinned import pinned_bytes
+from fusionrl.plan.memory.states import pinned_bytes
 from fusionrl.plan.memory.trainer import StageMemory
-from fusionrl.plan.scorers import ScorerPlan
+from fusionrl.plan.placement import ScorerPlan
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan

@@ -14,14 +14,10 @@ from fusionrl.config.run_parts import needs_reference
 from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import AdapterSpec
-from fusionrl.plan.adapters import adapter_folders, adapter_slots, adapters_of
-from fusionrl.plan.batch import BatchPlan
-from fusionrl.plan.critic import auxiliary_config
-from fusionrl.plan.defaults import WIDTHS, layer_impl
+from fusionrl.plan.balance import BatchPlan
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Recompute
-from fusionrl.plan.memory.adapters import served_bytes
 from fusionrl.plan.memory.bars import (
     Bar,
     Group,
@@ -34,12 +30,13 @@ from fusionrl.plan.memory.bars import (
     longest_sample,
 )
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory, scorer_memory
-from fusionrl.plan.memory.states import Bytes, StateOptions, stage_parameters, state_bytes
+from fusionrl.plan.memory.states import Bytes, StateOptions, served_bytes, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, even_stages, trainer_memory
 from fusionrl.plan.pipeline_knobs import pause_mode
+from fusionrl.plan.placement import ScorerRole
 from fusionrl.plan.push import BUFFERS, planned_push
-from fusionrl.plan.scorers import ScorerRole
-from fusionrl.plan.vision import frozen_of
+from fusionrl.plan.trained_parts import adapter_folders, adapter_slots, adapters_of, frozen_of
+from fusionrl.plan.trainers import WIDTHS, auxiliary_config, layer_impl
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan

@@ -1,15 +1,157 @@
-"""Flags that the run's device refuses. Pure, and asked with the device that was found, where --device is auto."""
+"""Devices of the engines and of those that only read (a reward model's, a teacher's); what a kind of device cannot do."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND
+from fusionrl.base.wording import dividing
 from fusionrl.config.config import Config
-from fusionrl.config.engine_groups import engine_groups
+from fusionrl.config.engine_groups import FLAG, engine_groups, eval_group, serving_groups
 from fusionrl.config.run_parts import asks_for_routing, uses_engines, uses_trainers
-from fusionrl.models.quantization import BlockFp8
+from fusionrl.models.quantization import BlockFp8, read_described
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.defaults import layer_impl
+from fusionrl.plan.trainers import layer_impl
+
+Bundles = tuple[tuple[int, ...], ...]
+
+
+SIZE_FLAG = "--rollout-num-gpus-per-engine"
+
+
+def place_one_by_one(
+    sizes: Sequence[int], first: int, per_node: int, size_flag: str = SIZE_FLAG, *, may_skip: bool = False
+) -> Bundles:
+    """Return the devices, from `first` on, of engines of these sizes: one after the other.
+
+    An engine larger than a node of `per_node` devices begins where a node does, and must take whole nodes. `may_skip`:
+    leave devices idle, where one that fits on a node would span two.
+    """
+    bundles = []
+    for size in sizes:
+        check_engine_size(size_flag, size, per_node)
+        left = -first % per_node
+        if size > per_node or (may_skip and 0 < left < size):
+            first += left
+        bundles.append(tuple(range(first, first + size)))
+        first += size
+    return tuple(bundles)
+
+
+def place_evaluation(config: Config, first: int) -> Bundles:
+    """Return the devices, from `first` on, of the engines that evaluate and do nothing else (--eval-num-gpus)."""
+    cluster, flag = config.cluster, SIZE_FLAG
+    count, size, group = config.eval.eval_num_gpus, cluster.rollout_num_gpus_per_engine, eval_group(config)
+    if group is not None:
+        size, flag = group.per_engine, f"{FLAG} {group.name}: per_engine"
+        if count != group.num_gpus:
+            raise ValueError(f"--eval-num-gpus {count}: {FLAG} {group.name} has {group.num_gpus} devices; leave it out")
+    return place_engines("--eval-num-gpus", flag, count, size, first, cluster.num_gpus_per_node)
+
+
+def engine_sizes(config: Config) -> list[int]:
+    """Return the devices of each of the policy's engines."""
+    cluster = config.cluster
+    if not uses_engines(config):
+        return []
+    count = cluster.rollout_num_gpus or 1
+    if cluster.rollout_num_gpus is None and cluster.colocate and uses_trainers(config):
+        count = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    if groups := serving_groups(config):
+        total = sum(group.num_gpus for group in groups)
+        if count != total:
+            raise ValueError(f"--rollout-num-gpus {count}: the groups of {FLAG} have {total} devices; leave it out")
+        return [group.per_engine for group in groups for _ in range(group.num_engines)]
+    return _equal_sizes("--rollout-num-gpus", SIZE_FLAG, count, cluster.rollout_num_gpus_per_engine)
+
+
+def _equal_sizes(flag: str, size_flag: str, count: int, size: int) -> list[int]:
+    if count % size:
+        raise ValueError(f"{flag} {count} is not a multiple of {size_flag} {size}; {dividing(count, size)}")
+    return [size] * (count // size)
+
+
+def check_engine_size(size_flag: str, size: int, per_node: int) -> None:
+    """Check that an engine larger than a node takes whole nodes: SGLang wants as many ranks on each."""
+    if size > per_node and size % per_node:
+        below, above = size // per_node * per_node, -(-size // per_node) * per_node
+        raise ValueError(
+            f"{size_flag} {size}: an engine over several nodes takes whole ones, of --num-gpus-per-node {per_node}"
+            f" devices; take {below} or {above}"
+        )
+
+
+def place_engines(flag: str, size_flag: str, count: int, size: int, first: int, per_node: int) -> Bundles:
+    """Return the devices of each engine, from `first` on: `count` devices (of `flag`), `size` an engine.
+
+    None of them spans two nodes of `per_node` devices if it fits on one.
+    """
+    return place_one_by_one(_equal_sizes(flag, size_flag, count, size), first, per_node, size_flag, may_skip=True)
+
+
+ScorerRole = Literal["reward-model", "teacher"]
+
+
+@dataclass(frozen=True)
+class ScorerPlan:
+    """Engines that only read, and whose weights stay as they are: a reward model's or a teacher's.
+
+    bundles       engine → its bundles
+    server_args   the user's fields of ServerArgs
+    shape         of its model; None: its config.json is not here, or is one of a family that only SGLang knows
+    quantization  that its config.json describes
+    unknown       the reason why the shape is unknown
+    """
+
+    role: ScorerRole
+    model_path: str
+    bundles: tuple[tuple[int, ...], ...]
+    server_args: dict[str, object] = field(default_factory=dict)
+    shape: ModelShape | None = None
+    quantization: BlockFp8 | None = None
+    unknown: str = ""
+
+    @property
+    def size(self) -> int:
+        """Devices of one engine (its tensor parallel size)."""
+        return len(self.bundles[0])
+
+    @property
+    def name(self) -> str:
+        return self.role.replace("-", " ")
+
+
+def plan_scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
+    """The engines that only read, on devices from `first` on."""
+    if not uses_engines(config):
+        return ()
+    reward, algorithm, per_node = config.reward, config.algorithm, config.cluster.num_gpus_per_node
+    requests: list[tuple[ScorerRole, str, str, int, int, dict[str, object]]] = []
+    if reward.rm_model is not None:
+        sizes = (reward.rm_num_gpus, reward.rm_num_gpus_per_engine)
+        requests.append(("reward-model", "--rm", reward.rm_model, *sizes, reward.rm_server_args))
+    if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
+        sizes = (algorithm.opd_teacher_num_gpus, algorithm.opd_teacher_num_gpus_per_engine)
+        path = algorithm.opd_teacher_load
+        requests.append(("teacher", "--opd-teacher", path, *sizes, algorithm.opd_teacher_server_args))
+    scorers = []
+    for role, prefix, path, count, size, server_args in requests:
+        bundles = place_engines(f"{prefix}-num-gpus", f"{prefix}-num-gpus-per-engine", count, size, first, per_node)
+        first = 1 + bundles[-1][-1]
+        scorers.append(ScorerPlan(role, path, bundles, server_args, *_model_of(role, path)))
+    return tuple(scorers)
+
+
+def _model_of(role: ScorerRole, path: str) -> tuple[ModelShape | None, BlockFp8 | None, str]:
+    """Shape and quantisation of the model, or the reason why they are not known."""
+    flag = "--rm-model" if role == "reward-model" else "--opd-teacher-load"
+    try:
+        shape, quantization = read_described(path, flag)
+    except ValueError as error:  # what a run cannot do with is refused elsewhere: SGLang knows more families
+        return None, None, str(error)
+    # A classifier has a score in place of the output layer, as a critic has.
+    return shape.with_value_head() if role == "reward-model" else shape, quantization, ""
+
 
 FP32_ATTENTION = ("torch_native", "triton", "flex_attention")
 """SGLang's attention on GPUs that takes fp32; FlashAttention and its like are compiled for 16 bits and less."""
@@ -98,11 +240,11 @@ def _check_attention(args: Mapping[str, object], prefix: str, rollout_dtype: str
         raise ValueError(f"{prefix}attention-backend {ATTENTION_BACKEND}: it is for engines on a CPU; leave it out")
     if rollout_dtype != "fp32" or not uses_engines(config):
         return
-    for field in _ATTENTION_FIELDS:
-        backend = args.get(field)
+    for name in _ATTENTION_FIELDS:
+        backend = args.get(name)
         if backend is not None and backend not in FP32_ATTENTION:
             raise ValueError(
-                f"{prefix}{field.replace('_', '-')} {backend}: the engines are in fp32, which on a GPU only"
+                f"{prefix}{name.replace('_', '-')} {backend}: the engines are in fp32, which on a GPU only"
                 f" {', '.join(FP32_ATTENTION)} take; leave it out, or use --rollout-dtype bf16"
             )
 
