@@ -1,4 +1,4 @@
-"""Devices of the engines and of those that only read (a reward model's, a teacher's); what a kind of device cannot do."""
+"""Devices of engines, the policy's and those that only read (a reward model's, a teacher's); what devices cannot do."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""Memory of the ranks of a group of trainers (actor, critic, process reward model), by pipeline stage; the logits' share."""
-share.
-"""
+"""Memory of the ranks of a group of trainers (actor, critic, process reward model), by pipeline stage."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
