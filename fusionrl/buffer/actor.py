@@ -28,7 +28,7 @@ from fusionrl.config.eval_sets import pixels_of_sets
 from fusionrl.config.hooks import HookError, user_code
 from fusionrl.data.image_rows import ImageColumn
 from fusionrl.data.image_store import IMAGES, MEGABYTE
-from fusionrl.data.processor_files import read_processor_files, widest_limits
+from fusionrl.data.images import read_processor_files, widest_limits
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import import_auto_tokenizer
 from fusionrl.observe.rollouts import RolloutWriter

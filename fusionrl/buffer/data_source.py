@@ -21,8 +21,7 @@ from fusionrl.config.hooks import call_hook, load_function, user_code
 from fusionrl.config.run_parts import has_own_source, reads_prompts
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef
-from fusionrl.data.mixture import Mixture, PromptSequence
-from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
+from fusionrl.data.prompts import Mixture, PromptColumns, PromptSequence, load_conversations, load_prompts
 from fusionrl.data.rows import parse_sets
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of
@@ -39,7 +38,7 @@ class RolloutDataSourceWithBuffer:
     """Prompts of one or several sets, epoch after epoch, and a buffer of groups that were handed back.
 
     The buffer is served first, oldest first or as --buffer-filter-path chooses. The order of the prompts follows from
-    the seed and how many were drawn of each set (`fusionrl.data.mixture`), so these numbers, the buffer and
+    the seed and how many were drawn of each set (`fusionrl.data.prompts`), so these numbers, the buffer and
     `metadata` are all that a checkpoint needs. A class derived from this one that holds more adds it to `state_dict`
     and `load_state_dict`; or, as with slime, to `save` and `load`, which are then called at each checkpoint.
 

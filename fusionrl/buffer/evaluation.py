@@ -14,11 +14,10 @@ from fusionrl.buffer.rollout_stages import by_adapter
 from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.train_shards import take_shards
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample
-from fusionrl.data.sampling import UNKNOWN_VERSION, as_version, split_versions
-from fusionrl.data.train_batch import TrainShard
+from fusionrl.data.sample_fields import UNKNOWN_VERSION, as_version, split_versions
+from fusionrl.data.train_batch import TrainShard, attempt_shares, attempts_of
 from fusionrl.observe.formats import to_jsonable, write_atomically
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.balance import BatchPlan

@@ -12,10 +12,9 @@ from fusionrl.buffer.collect import HookBorder
 from fusionrl.buffer.train_shards import TrainingSamples
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
-from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, response_mask, trained_amount
-from fusionrl.data.sample_fields import SpecInfo
-from fusionrl.data.sampling import CHANGED, UNKNOWN_VERSION
+from fusionrl.data.sample_fields import CHANGED, UNKNOWN_VERSION, SpecInfo
+from fusionrl.data.train_batch import attempt_shares, attempts_of
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.formats import as_text, ending, shorten
 from fusionrl.rewards.dispatch import take_lost

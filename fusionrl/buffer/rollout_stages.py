@@ -20,11 +20,10 @@ from fusionrl.buffer.train_shards import StepStaleness, TrainingSamples, cut
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.run_parts import corrects_by_default, estimator_of
-from fusionrl.data.adapter_column import check_adapter
-from fusionrl.data.attempts import attempts_of
-from fusionrl.data.convert import check_rewards, samples_of
+from fusionrl.data.columns import check_adapter
 from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount
-from fusionrl.data.train_batch import TrainShard
+from fusionrl.data.sample_json import check_rewards, samples_of
+from fusionrl.data.train_batch import TrainShard, attempts_of
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase, span

@@ -13,9 +13,9 @@ import numpy as np
 
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.data.sample_fields import UNKNOWN_VERSION
 from fusionrl.data.sample_images import prompt_of
 from fusionrl.data.sample_json import pack_sample, unpack_sample
-from fusionrl.data.sampling import UNKNOWN_VERSION
 from fusionrl.pipeline.controller import apply, base_limit
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import Action, Drop, EndedGroups, Group, State, Wait

@@ -17,11 +17,10 @@ import numpy as np
 from fusionrl.base.process import give_freed_back
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
-from fusionrl.data.attempts import attempts_of
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
-from fusionrl.data.sampling import UNKNOWN_VERSION, temperatures_of
-from fusionrl.data.train_batch import FIELDS, ShardSpan, TrainShard, TrainStep, flat_field
+from fusionrl.data.sample_fields import UNKNOWN_VERSION, temperatures_of
+from fusionrl.data.train_batch import FIELDS, ShardSpan, TrainShard, TrainStep, attempts_of, flat_field
 from fusionrl.plan.balance import Balance, BatchPlan, divide
 from fusionrl.plan.plan import Plan
 

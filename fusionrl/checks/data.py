@@ -21,6 +21,7 @@ from fusionrl.checks.images import image_text, usable_columns
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.findings import Finding, FindingError, Findings
 from fusionrl.data.image_rows import decoded_ref, header_ref, read_images
 from fusionrl.data.images import ImageRef
@@ -36,11 +37,11 @@ from fusionrl.data.prompts import (
     special_tokens_of,
     template_probe,
 )
-from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding, see
+from fusionrl.data.row_checks import AskReward, RowChecker, column_finding, see
 from fusionrl.data.rows import Row, parse_set, parse_sets, read_rows, scan_rows
 from fusionrl.data.sample import response_mask
 from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample, with_images
-from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from fusionrl.data.tokenizer import TokenizerFiles, read_tokenizer_files
 from fusionrl.models.engine_config import has_chat_template
 from fusionrl.rewards.registry import LabelCheck
 

@@ -28,7 +28,8 @@ from fusionrl.config.run_parts import (
     uses_trainers,
     validates,
 )
-from fusionrl.data.prompts import PromptColumns, metadata_and_tools
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import metadata_and_tools
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
 from fusionrl.data.rows import Row
 from fusionrl.data.supervised import TOKENS, SupervisedSamples, holds_tokens

@@ -14,7 +14,7 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
 from fusionrl.config.hooks import check_hook
 from fusionrl.config.rollout import RolloutGroup
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT, generates
-from fusionrl.data.sampling import GREEDY_BELOW
+from fusionrl.data.sample_fields import GREEDY_BELOW
 from fusionrl.plan.layout import sequence_multiple
 from fusionrl.plan.trained_parts import adapter_names
 from fusionrl.rewards.registry import LabelCheck, rm_type_errors

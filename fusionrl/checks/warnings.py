@@ -26,7 +26,7 @@ from fusionrl.config.run_parts import (
 )
 from fusionrl.config.scopes import ENGINES, TRAINERS, TRAINS, Scope, scopes_of
 from fusionrl.data.rows import read_rows
-from fusionrl.data.tokenizer_files import read_tokenizer_files
+from fusionrl.data.tokenizer import read_tokenizer_files
 from fusionrl.models.engine_config import has_chat_template
 from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.plan import Plan

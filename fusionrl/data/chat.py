@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fusionrl.data.findings import Finding, FindingError
-from fusionrl.data.render import STEP_LOSS_MASK, WEIGHT, Rendered, objects, render_messages
-from fusionrl.data.tokenizer import call_template
+from fusionrl.data.render import STEP_LOSS_MASK, WEIGHT, Rendered, call_template, objects, render_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote, unquote_to_bytes
 
+from fusionrl.data.columns import IMAGE, ImageColumn, SeenRow
 from fusionrl.data.findings import Finding, FindingError
-from fusionrl.data.images import ImageLimits, ImageRef, decoded, image_size, key_of_file
-from fusionrl.data.processor_files import ProcessorFiles, read_processor_files
+from fusionrl.data.images import (
+    ImageLimits,
+    ImageRef,
+    decoded,
+    image_size,
+    key_of_file,
+)
 
-IMAGE = "image"
 PLACEHOLDERS = {IMAGE: "<image>", "video": "<video>", "audio": "<audio>"}
 _OTHER_PARTS = frozenset(("video", "video_url", "audio", "audio_url", "input_audio"))
 IMAGE_PARTS = frozenset((IMAGE, "image_url", "input_image"))
@@ -33,39 +37,6 @@ Message = dict[str, Any]
 TakeImage: TypeAlias = Callable[[bytes, ImageLimits, str | None], ImageRef]
 
 
-@dataclass(frozen=True)
-class ImageColumn:
-    """Where the rows of a set have their images, and for which model.
-
-    key                     the column
-    checkpoint              --hf-checkpoint, whose files say what sizes images have
-    folder                  --multimodal-folder, where relative paths begin; None: the folder of the data file
-    min_pixels, max_pixels  --image-min-pixels, --image-max-pixels; None: those of the checkpoint
-    """
-
-    key: str
-    checkpoint: str
-    folder: str | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-    @functools.cached_property
-    def processor(self) -> ProcessorFiles:
-        """The settings of the images; ValueError: the checkpoint has none, or the limits fit no image."""
-        return read_processor_files(self.checkpoint).limited(self.min_pixels, self.max_pixels)
-
-    @classmethod
-    def of(cls, args: object, checkpoint: str | None) -> ImageColumn | None:
-        """Return what a hook's `args`, or the settings of an evaluation set, say; None: the data have no images."""
-        key = (getattr(args, "multimodal_keys", None) or {}).get(IMAGE)
-        names = ("multimodal_folder", "image_min_pixels", "image_max_pixels")
-        return cls(key, str(checkpoint), *(getattr(args, name, None) for name in names)) if key else None
-
-    def folder_of(self, data_file: Path) -> Path:
-        """Return the folder in which relative paths begin."""
-        return Path(self.folder) if self.folder is not None else data_file if data_file.is_dir() else data_file.parent
-
-
 def media_errors(keys: Mapping[str, object], flag: str) -> list[str]:
     """Return what is wrong with columns by kind, as --multimodal-keys names them."""
     errors = [f'{flag}: {kind}: only images are trained on; give {{"image": COLUMN}}' for kind in keys if kind != IMAGE]
@@ -75,19 +46,6 @@ def media_errors(keys: Mapping[str, object], flag: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------ parts of messages
-@dataclass
-class SeenRow:
-    """A row's prompt with images as parts {"type": "image"}, and the value of each image, in order.
-
-    prompt  as it came where the row has no images
-    images  what was made of the values, where they were read
-    """
-
-    prompt: object
-    values: list[object]
-    images: list[ImageRef] = field(default_factory=list)
-
-
 def seen_row(row: Mapping[str, object], prompt: object, key: str) -> SeenRow:
     """Split the texts of a prompt at the placeholders of images, and give each image its value.
 

@@ -28,6 +28,7 @@ from fusionrl.data.images import (
     UNREADABLE,
     ImageLimits,
     ImageRef,
+    ProcessorFiles,
     as_rgb,
     decoded,
     image_size,
@@ -36,7 +37,6 @@ from fusionrl.data.images import (
     png_of,
     resized,
 )
-from fusionrl.data.processor_files import ProcessorFiles
 from fusionrl.observe.formats import write_atomically
 
 if TYPE_CHECKING:

@@ -1,39 +1,35 @@
-"""Prompt data: rows are checked, and become `Sample`s with token ids.
+"""Prompt data: rows are checked, become `Sample`s with token ids, and are drawn epoch after epoch or mixed by weight.
 
 Nothing is skipped in silence: a malformed line is an error with its number; a prompt that is too long is left out
-and counted.
+and counted. Where a set stands is one number, how many of its prompts were drawn. A set's epoch and offset, its order
+in that epoch (with the seed), and the set that is drawn next follow from these numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.findings import Finding, FindingError, Findings
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, ImageSpan, expanded
 from fusionrl.data.render import CONTEXT, TOOLS, Messages, Rendered, render_messages, tools_of
-from fusionrl.data.row_checks import (
-    MAX_PROMPT_CHARACTERS,
-    MAX_TOKEN_CHARACTERS,
-    PromptColumns,
-    RowChecker,
-)
+from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS, MAX_TOKEN_CHARACTERS, RowChecker
 from fusionrl.data.rows import Row, line_finding, parse_set, read_metadata, read_rows, read_tools, scan_rows
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import set_images
 from fusionrl.data.supervised import holds_tokens, token_sample, with_images
-from fusionrl.data.tokenizer_files import TemplateProbe, TokenizerFiles
+from fusionrl.data.tokenizer import TemplateProbe, TokenizerFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["PromptColumns", "PromptDataset", "check_file", "load_conversations", "load_prompts", "render_prompt"]
 
 
 @dataclass
@@ -302,3 +298,48 @@ def rendered_prompt(
     may_lose = CONTEXT | {TOOLS} if columns.keeps_messages else CONTEXT
     kwargs = columns.chat_template_kwargs
     return render_messages(tokenizer, messages, tools, for_answer=True, template_kwargs=kwargs, may_lose=may_lose)
+
+
+class PromptSequence:
+    """The prompts of one set, without end; `seed` and epoch shuffle them, None leaves them as they stand."""
+
+    def __init__(self, prompts: Sequence[Sample], seed: Sequence[int] | None) -> None:
+        self.prompts = prompts
+        self.num_drawn = 0
+        self._seed = seed
+        self._order_epoch = -1
+        self._order = np.arange(len(prompts))
+
+    def draw(self) -> Sample:
+        """The next prompt itself, not a copy."""
+        epoch, offset = divmod(self.num_drawn, len(self.prompts))
+        if self._seed is not None and epoch != self._order_epoch:
+            seed, *stream = self._seed
+            self._order = np.random.default_rng([seed, epoch, *stream]).permutation(len(self.prompts))
+            self._order_epoch = epoch
+        self.num_drawn += 1
+        return self.prompts[self._order[offset]]
+
+
+class Mixture:
+    """Several sequences in the proportions of their weights.
+
+    Drawn is the set that is furthest behind: of n draws, set k with share w_k is due w_k n, and the next draw goes to
+    the greatest w_k (n + 1) - drawn_k. No set gets one draw or more beyond its due, and over a span in which all w_k n
+    are whole, each gets exactly that. Exact fractions, so that rounding never decides.
+    """
+
+    def __init__(self, sequences: Sequence[PromptSequence], weights: Sequence[float] | None = None) -> None:
+        """`weights` need not add up to one. Without them a set counts as much as it has prompts."""
+        exact = [Fraction(str(w)) for w in weights or [len(sequence.prompts) for sequence in sequences]]
+        assert len(exact) == len(sequences) and min(exact) > 0
+        self.sequences = sequences
+        self.shares = [weight / sum(exact) for weight in exact]
+
+    def draw(self) -> Sample:
+        """The next prompt itself, not a copy."""
+        number = 1 + sum(sequence.num_drawn for sequence in self.sequences)
+        behind = [
+            share * number - sequence.num_drawn for share, sequence in zip(self.shares, self.sequences, strict=True)
+        ]
+        return self.sequences[behind.index(max(behind))].draw()

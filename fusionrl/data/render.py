@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusionrl.data.findings import Finding, FindingError
-from fusionrl.data.tokenizer import TemplateError, call_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -387,3 +386,19 @@ class _Search:
 
 def _bare(text: str) -> str:
     return re.sub(r"[\s\"'\\]+", "", text)
+
+
+class TemplateError(ValueError):
+    """A chat template refuses a conversation."""
+
+
+def call_template(render: Callable[..., object], *args: object, **kwargs: object) -> str:
+    """Return the text that `render(*args, **kwargs)` makes by a chat template.
+
+    Raises:
+        TemplateError: with the template's own words.
+    """
+    try:
+        return str(render(*args, **kwargs))
+    except Exception as error:  # a template is code of the model's folder, and may raise anything
+        raise TemplateError(f"{type(error).__name__}: {error}") from error

@@ -8,31 +8,20 @@ tokenizer inside a message (some data sets quote them on purpose), a role that m
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fusionrl.base.wording import closest
-from fusionrl.data.adapter_column import AdapterColumn
 from fusionrl.data.chat import is_trained
+from fusionrl.data.columns import ImageColumn, PromptColumns, SeenRow
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
-from fusionrl.data.image_rows import (
-    IMAGE,
-    PLACEHOLDERS,
-    ImageColumn,
-    SeenRow,
-    TakeImage,
-    header_ref,
-    listed,
-    read_images,
-    seen_row,
-)
+from fusionrl.data.image_rows import IMAGE, PLACEHOLDERS, TakeImage, header_ref, listed, read_images, seen_row
 from fusionrl.data.render import decoded, tools_of
 from fusionrl.data.rows import MAX_DEPTH, read_metadata, read_tools
 from fusionrl.data.supervised import holds_tokens, token_finding
-from fusionrl.data.tokenizer_files import TemplateProbe, signature
+from fusionrl.data.tokenizer import TemplateProbe, signature
 
 # A million characters are a quarter of a million tokens: more than models read, and a second of tokenizing.
 MAX_PROMPT_CHARACTERS = 1_000_000
@@ -47,60 +36,6 @@ LABEL_NAMES = ("label", "answer", "solution", "ground_truth", "target", "output"
 
 # A row's label and metadata → why its reward cannot grade with them; None for nothing.
 AskReward = Callable[[object, Mapping[str, object]], LabelProblem | None]
-
-
-@dataclass(frozen=True)
-class PromptColumns:
-    """The columns of a row, and the way from a prompt to tokens.
-
-    keeps_messages  without a chat template a list of messages stays one: a user's function makes tokens of it
-    images          where the rows have images; None: they have none
-    checkpoint      --hf-checkpoint, the model of the images
-    adapters        where rows name their adapters; None: the run has one, or none
-    """
-
-    input_key: str
-    label_key: str | None = None
-    metadata_key: str = "metadata"
-    tool_key: str | None = None
-    apply_chat_template: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_prompt_len: int | None = None
-    keeps_messages: bool = False
-    images: ImageColumn | None = None
-    checkpoint: str | None = None
-    adapters: AdapterColumn | None = None
-
-    @classmethod
-    def of(cls, args: Namespace, keeps_messages: bool) -> PromptColumns:
-        """Return what the flags `args` say."""
-        return cls(
-            args.input_key,
-            args.label_key,
-            args.metadata_key,
-            args.tool_key,
-            args.apply_chat_template,
-            args.apply_chat_template_kwargs,
-            args.rollout_max_prompt_len,
-            keeps_messages,
-            ImageColumn.of(args, args.hf_checkpoint),
-            args.hf_checkpoint,
-            AdapterColumn.of(args),
-        )
-
-    def of_set(self, settings: object, keeps_messages: bool) -> PromptColumns:
-        """Return the columns of an evaluation set with these settings (`EvalSet`), for the same model."""
-        names = ("input_key", "label_key", "metadata_key", "tool_key")
-        keys = {name: getattr(settings, name) for name in names}
-        keys |= {"images": ImageColumn.of(settings, self.checkpoint), "keeps_messages": keeps_messages}
-        return replace(self, **keys).in_set(getattr(settings, "adapter", None) or str(getattr(settings, "name", "")))
-
-    def in_set(self, name: str) -> PromptColumns:
-        """Return the columns of a set of rows: an adapter of its name is that of rows that name none."""
-        column = self.adapters
-        if column is None or column.of_set is not None or name not in column.names:
-            return self
-        return replace(self, adapters=replace(column, of_set=name))
 
 
 @dataclass

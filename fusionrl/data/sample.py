@@ -16,6 +16,7 @@ import numpy as np
 from fusionrl.data.images import ImageSpan, interned, span_problem
 from fusionrl.data.sample_fields import (
     DTYPES,
+    UNKNOWN_VERSION,
     DefaultField,
     ImagesField,
     ListField,
@@ -23,13 +24,10 @@ from fusionrl.data.sample_fields import (
     PromptField,
     SpecInfo,
     TrainInputsField,
-    joined,
-    packed,
-)
-from fusionrl.data.sampling import (
-    UNKNOWN_VERSION,
     extended_versions,
+    joined,
     names_turns,
+    packed,
     split_versions,
     token_versions,
 )
@@ -414,7 +412,7 @@ def _is_derived(inputs: object, spans: Sequence[ImageSpan]) -> bool:
     """Return whether `multimodal_inputs` is what is made of the spans when it is read."""
     if not isinstance(inputs, dict) or any(value for name, value in inputs.items() if name != "images"):
         return False
-    from fusionrl.data.stored_image import ref_of
+    from fusionrl.data.processor import ref_of
 
     return [ref_of(image) for image in inputs.get("images") or ()] == [image for _, image in spans]
 

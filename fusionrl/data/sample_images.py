@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from fusionrl.data.image_rows import image_file
 from fusionrl.data.image_store import IMAGES, Loan
-from fusionrl.data.images import ImageRef, ImageSpan, expanded, span_problem
-from fusionrl.data.processor_files import ProcessorFiles
+from fusionrl.data.images import ImageRef, ImageSpan, ProcessorFiles, expanded, span_problem
 from fusionrl.data.sample import Sample
 
 
 def set_images(sample: Sample, images: Sequence[ImageRef]) -> None:
     """Give a sample that has no tokens yet its images, in the order of their placeholders."""
     if images:
-        from fusionrl.data.stored_image import image_inputs
+        from fusionrl.data.processor import image_inputs
 
         sample.multimodal_inputs = image_inputs(images)
 
@@ -28,7 +25,7 @@ def add_images(sample: Sample, spans: Sequence[ImageSpan]) -> None:
     if not spans:
         return
     if (inputs := vars(sample)["multimodal_inputs"]) is not None:  # a hook reads it
-        from fusionrl.data.stored_image import StoredImage
+        from fusionrl.data.processor import StoredImage
 
         inputs["images"] = [*(inputs.get("images") or ()), *(StoredImage(image) for _, image in spans)]
     sample.image_spans = [*sample.image_spans, *spans]
@@ -62,7 +59,7 @@ def prompt_images(sample: Sample) -> dict[str, object]:
         spans = [span for span in spans if span[0] < sample.prompt_length]
     if ids is not None and span_problem(ids, spans, len(ids), None) is None:
         return {"prompt_tokens": ids, "image_spans": spans, "multimodal_inputs": None}
-    from fusionrl.data.stored_image import image_inputs
+    from fusionrl.data.processor import image_inputs
 
     inputs = image_inputs([image for _, image in spans]) if spans else None
     return {"prompt_tokens": None, "image_spans": (), "multimodal_inputs": inputs}
@@ -94,32 +91,11 @@ def images_of(sample: Sample, processor: ProcessorFiles | None = None) -> list[I
     if not (values := _given(sample)):
         return [image for _, image in sample.image_spans]
     try:
+        from fusionrl.data.processor import as_ref
+
         return [as_ref(value, processor) for value in values]
     except ValueError as error:
         raise ValueError(f"sample {sample.index}: multimodal_inputs: {error}") from error
-
-
-def as_ref(value: object, processor: ProcessorFiles | None) -> ImageRef:
-    """Return the reference to an image that a hook or a tool gives: of PIL, or as in a row of the data.
-
-    Raises:
-        ValueError: it cannot be read, or does not fit.
-    """
-    from PIL.Image import Image
-
-    from fusionrl.data.stored_image import ref_of
-
-    if isinstance(value, ImageRef):
-        return value
-    if (ref := ref_of(value)) is not None:
-        return ref
-    if processor is None:
-        raise ValueError("an image in a run without --multimodal-keys")
-    if isinstance(value, Image):
-        return IMAGES.add_picture(value, processor.limits)
-    image = IMAGES.add_file(image_file(value, Path()).content, processor.limits)  # a copy: a tool may delete its files
-    IMAGES.pixels(image)  # raises where it cannot be decoded
-    return image
 
 
 def loan_of(samples: Iterable[Sample]) -> Loan | None:
@@ -179,7 +155,7 @@ def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
         images = [image for _, image in sample.image_spans]
         _check_pixels(sample, pixels, images, processor)
     if values:
-        from fusionrl.data.stored_image import image_inputs
+        from fusionrl.data.processor import image_inputs
 
         fields["multimodal_inputs"] = image_inputs(images) | {
             name: value for name, value in fields["multimodal_inputs"].items() if name != "images"
@@ -189,7 +165,7 @@ def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
 
 def _is_hooks(value: object) -> bool:
     """Return whether a hook has put an image into `multimodal_inputs`, or changed it there."""
-    from fusionrl.data.stored_image import StoredImage
+    from fusionrl.data.processor import StoredImage
 
     return not isinstance(value, StoredImage) or value.is_new or value.is_changed
 
@@ -238,7 +214,7 @@ def _check_pixels(sample: Sample, inputs: object, images: Sequence[ImageRef], pr
     """
     if not isinstance(inputs, Mapping) or inputs.get("pixel_values") is None:
         return
-    from fusionrl.data.stored_image import train_inputs
+    from fusionrl.data.processor import train_inputs
 
     for name, wanted in ((train_inputs(images, processor) if images else None) or {"pixel_values": ()}).items():
         values, numbers = np.asarray(inputs.get(name), np.float32), np.asarray(wanted, np.float32)

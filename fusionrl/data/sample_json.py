@@ -16,6 +16,7 @@ and an object of another kind, which a hook may have put there, is stored as `to
 
 import base64
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -26,7 +27,7 @@ import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from fusionrl.data.images import ImageRef, interned, picture, png_of
-from fusionrl.data.sample import COUNTS, Sample, Status, stored_fields
+from fusionrl.data.sample import COUNTS, Sample, Status, is_trained_on, stored_fields
 from fusionrl.observe.formats import to_jsonable
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def pack(value: object) -> object:
 
 
 def _pack_picture(value: "Image") -> object:
-    from fusionrl.data.stored_image import ref_of
+    from fusionrl.data.processor import ref_of
 
     if (ref := ref_of(value)) is not None:
         return {"$view": pack(ref)}
@@ -141,7 +142,7 @@ def unpack(value: object) -> Any:
     if kind == "$image":
         return interned(*held)
     if kind in ("$view", "$picture"):
-        from fusionrl.data.stored_image import StoredImage
+        from fusionrl.data.processor import StoredImage
 
         return StoredImage(unpack(held)) if kind == "$view" else picture(base64.b64decode(held))
     if kind == "$bytes":
@@ -285,3 +286,76 @@ class _Row(BaseModel, strict=True):
     # A dict may also hold texts and null: the reward `dapo` keeps the answer that it found.
     reward: _Reward | dict[str, _Reward | str | list[Any] | dict[str, Any] | None] | None = None
     baseline_reward: _Reward | None = None
+
+
+REQUIRED = ("tokens", "response_lengths", "rewards")
+# Columns that become fields of the samples as they stand.
+_FIELDS = {
+    "tokens": "tokens",
+    "response_lengths": "response_length",
+    "loss_masks": "loss_mask",
+    **{name: name for name in ("rollout_log_probs", "teacher_log_probs", "weight_versions", "rollout_routed_experts")},
+    "metadata": "metadata",
+}
+_KNOWN = {*REQUIRED, *_FIELDS, "raw_reward", "truncated", "sample_indices", "group_index", "total_lengths"}
+
+
+def samples_of(
+    data: object, originals: Sequence[Sample], flag: str
+) -> tuple[list[Sample], list[float], list[float], dict[str, list[object]]]:
+    """Samples, rewards, raw rewards and a user's own columns, of `data`: name -> list with one entry a sample.
+
+    tokens, response_lengths and rewards must be there; raw_reward, loss_masks, rollout_log_probs, teacher_log_probs,
+    weight_versions, rollout_routed_experts, truncated, sample_indices, group_index and metadata may be. A sample whose
+    index is that of one of `originals` belongs to its group, and is not trained on if the original is not.
+
+    Raises:
+        ValueError: names `flag` and what is missing or of another length.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{flag}: it returned {type(data).__name__}; expected a dict of lists")
+    missing = [name for name in REQUIRED if name not in data]
+    if missing:
+        raise ValueError(f"{flag}: its dict lacks {', '.join(map(repr, missing))}; it has {sorted(data)}")
+    count = len(data["tokens"])
+    for name, values in data.items():
+        if not hasattr(values, "__len__") or len(values) != count:
+            size = len(values) if hasattr(values, "__len__") else "no"
+            raise ValueError(f"{flag}: {name!r} has {size} entries, 'tokens' has {count}")
+    known = {s.index: s for s in originals}
+    samples = []
+    for i in range(count):
+        index = int(data["sample_indices"][i]) if "sample_indices" in data else i
+        original = known.get(index) if "sample_indices" in data else None
+        own_group = -2 - i if original is None else original.group_index
+        fields: dict[str, Any] = {field: data[name][i] for name, field in _FIELDS.items() if name in data}
+        fields["response_length"] = int(fields["response_length"])
+        sample = Sample(
+            index=index,
+            group_index=int(data["group_index"][i]) if "group_index" in data else own_group,
+            remove_sample=original is not None and not is_trained_on(original),
+            image_spans=() if original is None else original.image_spans,
+            status=Status.TRUNCATED if "truncated" in data and data["truncated"][i] else Status.COMPLETED,
+            **fields,
+        )
+        try:
+            sample.validate()
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from error
+        samples.append(sample)
+    rewards = [float(value) for value in data["rewards"]]
+    raw = [float(value) for value in data["raw_reward"]] if "raw_reward" in data else rewards
+    check_rewards(raw, rewards, flag)
+    return samples, rewards, raw, {name: list(data[name]) for name in data if name not in _KNOWN}
+
+
+def check_rewards(raw: Sequence[float], rewards: Sequence[float], flag: str) -> None:
+    """Refuse rewards of a user's function from which no advantage can be computed.
+
+    Raises:
+        ValueError: one is not finite; names `flag` and where it stands.
+    """
+    for name, values in (("raw_reward", raw), ("rewards", rewards)):
+        for i, value in enumerate(values):
+            if not math.isfinite(value):
+                raise ValueError(f"{flag}: {name}[{i}] is {value}; a reward must be a finite number")

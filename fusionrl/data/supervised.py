@@ -18,7 +18,7 @@ from fusionrl.data.findings import Finding
 from fusionrl.data.images import ImageRef, collapsed, expanded
 from fusionrl.data.render import STEP_LOSS_MASK, WEIGHT
 from fusionrl.data.sample import Sample, Status, response_mask
-from fusionrl.data.tokenizer_files import read_end_tokens
+from fusionrl.data.tokenizer import read_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,8 +1,11 @@
-"""The train batch: what the Buffer hands to the trainers, declared in one place.
+"""The train batch: what the Buffer hands to the trainers, declared in one place; and attempts.
 
 A rollout becomes one `TrainShard` per data-parallel rank. Ragged values stand flat, sample after sample, in one
 array a field; `FIELDS` says for each field over what it runs. A value that a user's hook adds flows through `metadata`
 (one dict a sample) or through a column of its own, `extra`.
+
+An attempt is one of the --n-samples-per-prompt tries at a prompt. Its samples (segments of a conversation, several
+agents) share slime's `Sample.rollout_id`. Statistics of a group, denominators of losses and accuracy count attempts.
 """
 
 from collections.abc import Sequence
@@ -10,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+
+from fusionrl.data.sample import Sample
 
 Extent = Literal["token", "response", "sample"]
 # (place of the first placeholder in the sample's tokens, key of the image, its patches as (1, rows, columns))
@@ -159,3 +164,27 @@ def flat_field(name: str, values: Sequence[object]) -> np.ndarray:
         return np.concatenate(parts if spec.trailing else [part.reshape(-1) for part in parts])
     except (TypeError, ValueError) as error:
         raise ValueError(f"train batch field {name!r}: {error}") from error
+
+
+def join_attempt(samples: Sequence[Sample], number: int | None) -> None:
+    """Mark several samples as one attempt, unless their function has done so.
+
+    number  of the attempt in its group; None: the prompt has no index, and any number that no other attempt has
+    """
+    if len(samples) > 1:
+        number = -1 - id(samples[0]) if number is None else number
+        for sample in samples:
+            if sample.rollout_id is None:
+                sample.rollout_id = number
+
+
+def attempts_of(samples: Sequence[Sample]) -> np.ndarray:
+    """[n] the attempt of each sample, numbered from 0 on in the order of their first samples."""
+    numbers: dict[tuple[object, ...], int] = {}
+    keys = ((s.group_index, s.rollout_id) if s.rollout_id is not None else (i,) for i, s in enumerate(samples))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def attempt_shares(attempts: np.ndarray) -> np.ndarray:
+    """[n] 1 / (samples of the sample's attempt): weights under which every attempt counts once."""
+    return 1.0 / np.bincount(attempts)[attempts] if len(attempts) else np.zeros(0)

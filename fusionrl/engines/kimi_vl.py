@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusionrl.base.imports import when_imported
-from fusionrl.data.images import as_rgb, normal_form
-from fusionrl.data.processor_files import ProcessorFiles, read_processor_files
+from fusionrl.data.images import ProcessorFiles, as_rgb, normal_form, read_processor_files
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from fusionrl.data.images import ImageRef
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import add_images, as_ref
+from fusionrl.data.sample_images import add_images
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import part
@@ -133,6 +133,8 @@ def take_images(
 def _taken(image: object) -> ImageRef:
     if IMAGES.processor is None:
         raise ValueError("a tool has answered with an image, but the model gets none: give --multimodal-keys")
+    from fusionrl.data.processor import as_ref
+
     try:
         return as_ref(image, IMAGES.processor)
     except ValueError as error:

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import numpy as np
 
-from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.data.sample import Sample, lacks_reward, reward_value
+from fusionrl.data.train_batch import attempt_shares, attempts_of
 from fusionrl.rollout.types import DynamicFilterOutput
 
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import awaited_hook, user_code
-from fusionrl.data.attempts import join_attempt
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
+from fusionrl.data.sample_fields import as_version, note_request
 from fusionrl.data.sample_images import adopt_images, expand_prompt, prompt_images, prompt_of
-from fusionrl.data.sampling import as_version, note_request
 from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.data.train_batch import join_attempt
 from fusionrl.engines.answers import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.observe.spans import course, part

@@ -21,7 +21,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from fusionrl.config.engine_groups import has_pairs
-from fusionrl.data.processor import Processor, load_processor
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
@@ -30,6 +29,8 @@ from fusionrl.rollout.image_requests import media_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fusionrl.data.processor import Processor
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,8 @@ class GenerateState:
     @functools.cached_property
     def processor(self) -> Processor | None:
         """Make it at its first use."""
+        from fusionrl.data.processor import load_processor
+
         return load_processor(self.args.hf_checkpoint)
 
     @property

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from fusionrl.config.hooks import HookError
-from fusionrl.data.adapter_column import AdapterColumn, check_adapter
-from fusionrl.data.attempts import join_attempt
+from fusionrl.data.columns import AdapterColumn, check_adapter
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import adopt_images, restore_images
 from fusionrl.data.sample_json import check_values
+from fusionrl.data.train_batch import join_attempt
 
 # In a sample's metadata: after how many turns of the model a limit of length left no room for a further one.
 NO_ROOM_AFTER = "no_room_after_turns"

@@ -18,7 +18,7 @@ import numpy as np
 
 from fusionrl.base.wording import BASE
 from fusionrl.data.sample import Sample, response_mask
-from fusionrl.data.sampling import (
+from fusionrl.data.sample_fields import (
     UNKNOWN_VERSION,
     as_version,
     changes_of,

@@ -150,7 +150,7 @@ def _sight(config: Config, shape: ModelShape) -> dict[str, object]:
     """Return the argument of a `SeeingModel`; nothing for a model that sees no images."""
     if shape.vision is None:
         return {}
-    from fusionrl.data.processor_files import read_processor_files
+    from fusionrl.data.images import read_processor_files
     from fusionrl.trainer.vision import Sight
     from fusionrl.trainer.vision_tower import PixelScale
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
-from fusionrl.data.sampling import UNKNOWN_VERSION
+from fusionrl.data.sample_fields import UNKNOWN_VERSION
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.observe.spans import span
 from fusionrl.pipeline.knobs import Knobs

@@ -11,8 +11,8 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.checks.data import DataCheck
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.findings import Finding, Findings
-from fusionrl.data.prompts import PromptColumns
 
 Rows = Callable[..., Path]
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

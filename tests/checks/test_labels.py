@@ -11,7 +11,8 @@ from fusionrl import cli
 from fusionrl.checks.rewards import label_check, run_label_check
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
-from fusionrl.data.prompts import PromptColumns, check_file
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import check_file
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.rewards.registry import RM_TYPES, LabelCheck, grade
 

@@ -15,7 +15,7 @@ from fusionrl.checks import lengths
 from fusionrl.checks.data import NUM_CANDIDATES, DataCheck, most_bytes
 from fusionrl.checks.lengths import context_length, first_over, flag_length_errors, length_errors
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.data.prompts import PromptColumns
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.models.shape import read_model_shape
 from fusionrl.rollout.sft_rollout import generate_rollout

@@ -20,8 +20,7 @@ from fusionrl.compat.slime.api import datasets, distillation, http, losses, metr
 from fusionrl.config.config import Config
 from fusionrl.data.chat import get_response_lengths
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import ImageLimits
-from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.images import ImageLimits, read_processor_files
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rewards import text_match

@@ -19,12 +19,13 @@ from PIL import Image, ImageDraw
 from fusionrl.checks.data import DataCheck
 from fusionrl.cli import data as data_command
 from fusionrl.data import image_rows
-from fusionrl.data.image_rows import ImageColumn
+from fusionrl.data.columns import ImageColumn, PromptColumns
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, collapsed, normal_form
-from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
+from fusionrl.data.processor import as_ref
+from fusionrl.data.prompts import load_conversations, load_prompts
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import add_images, adopt_images, as_ref, images_of, prompt_of, set_images
+from fusionrl.data.sample_images import add_images, adopt_images, images_of, prompt_of, set_images
 from fusionrl.data.sample_json import images_in, pack_sample, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.generate import clear_response, prompt_tokens

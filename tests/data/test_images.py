@@ -19,10 +19,17 @@ import pytest
 from PIL import Image, ImageDraw, ImageOps
 from transformers.utils import is_torchvision_available
 
-from fusionrl.data import images, stored_image
+from fusionrl.data import images, processor
 from fusionrl.data.image_store import ImageStore
-from fusionrl.data.images import ImageLimits, ImageRef, collapsed, expanded, normal_form
-from fusionrl.data.processor_files import ProcessorFiles, read_processor_files
+from fusionrl.data.images import (
+    ImageLimits,
+    ImageRef,
+    ProcessorFiles,
+    collapsed,
+    expanded,
+    normal_form,
+    read_processor_files,
+)
 from fusionrl.data.sample import Sample
 from tests.tiny_vision import image_numbers
 
@@ -322,18 +329,18 @@ def test_another_process_reads_what_this_one_has(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ images of PIL
 def test_images_of_hooks_share_their_pixels_until_they_change_them(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ImageStore()
-    monkeypatch.setattr(stored_image, "IMAGES", store)
+    monkeypatch.setattr(processor, "IMAGES", store)
     ref = store.add_picture(picture(3), LIMITS)
-    first, second = stored_image.StoredImage(ref), stored_image.StoredImage(ref)
+    first, second = processor.StoredImage(ref), processor.StoredImage(ref)
     assert np.array_equal(np.asarray(first), store.pixels(ref)) and first.im is not None
     second.load()
     assert first.im is second.im
     second.putpixel((0, 0), (1, 2, 3))
-    first = stored_image.StoredImage(ref)  # whose pixels were not read yet
+    first = processor.StoredImage(ref)  # whose pixels were not read yet
     ImageDraw.Draw(first).rectangle((2, 2, 9, 9), fill=(9, 9, 9))
-    assert stored_image.ref_of(first) is stored_image.ref_of(second) is None
-    assert np.array_equal(np.asarray(stored_image.StoredImage(ref)), store.pixels(ref))
+    assert processor.ref_of(first) is processor.ref_of(second) is None
+    assert np.array_equal(np.asarray(processor.StoredImage(ref)), store.pixels(ref))
     for copied in (copy.copy(second), copy.deepcopy([second])[0], pickle.loads(pickle.dumps(second))):
-        assert copied.getpixel((0, 0)) == (1, 2, 3) and stored_image.ref_of(copied) is None
-    third = copy.deepcopy(stored_image.StoredImage(ref))
-    assert stored_image.ref_of(third) is stored_image.ref_of(pickle.loads(pickle.dumps(third))) is ref
+        assert copied.getpixel((0, 0)) == (1, 2, 3) and processor.ref_of(copied) is None
+    third = copy.deepcopy(processor.StoredImage(ref))
+    assert processor.ref_of(third) is processor.ref_of(pickle.loads(pickle.dumps(third))) is ref

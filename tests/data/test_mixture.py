@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionrl.data.mixture import Mixture, PromptSequence
+from fusionrl.data.prompts import Mixture, PromptSequence
 from fusionrl.data.sample import Sample
 
 

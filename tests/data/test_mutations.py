@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from fusionrl.checks.data import DataCheck
-from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts, template_probe
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import check_file, load_conversations, load_prompts, template_probe
 from fusionrl.data.row_checks import RowChecker
-from fusionrl.data.tokenizer_files import read_tokenizer_files
+from fusionrl.data.tokenizer import read_tokenizer_files
 from tools.make_quickstart import build_tokenizer
 
 pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

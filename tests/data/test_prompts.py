@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fusionrl.data.adapter_column import AdapterColumn
-from fusionrl.data.prompts import PromptColumns, check_file, load_conversations, load_prompts
+from fusionrl.data.columns import AdapterColumn, PromptColumns
+from fusionrl.data.prompts import check_file, load_conversations, load_prompts
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.rows import read_rows
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import load_prompts
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.rows import DuplicateKey, PromptSet, parse_set, parse_sets, read_array, read_lines, read_rows
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fusionrl.data.sample import Sample, Status, response_mask, reward_value, trained_amount
+from fusionrl.data.sample_fields import token_versions
 from fusionrl.data.sample_json import pack_sample, unpack_sample
-from fusionrl.data.sampling import token_versions
 from fusionrl.observe.formats import json_line
 
 

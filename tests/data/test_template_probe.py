@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fusionrl.data.prompts import PromptColumns, special_tokens_of, template_probe
-from fusionrl.data.tokenizer_files import TemplateProbe, TokenizerFiles, read_tokenizer_files
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import special_tokens_of, template_probe
+from fusionrl.data.tokenizer import TemplateProbe, TokenizerFiles, read_tokenizer_files
 from tests.tiny_model import make_byte_tokenizer
 from tools.make_quickstart import build_tokenizer
 

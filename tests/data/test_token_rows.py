@@ -9,7 +9,8 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.config.config import Config
-from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import check_file, load_conversations
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.rollout.sft_rollout import to_sft_sample
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.data.convert import samples_of
 from fusionrl.data.sample import Status
+from fusionrl.data.sample_json import samples_of
 from fusionrl.data.train_batch import FIELDS, TrainShard, flat_field
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from fusionrl.config.config import Config
 from fusionrl.data.image_store import IMAGES, MEGABYTE
-from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.images import read_processor_files
 from fusionrl.data.sample import Sample
 from fusionrl.engines.answers import join
 from fusionrl.engines.client import GenerateClient, Generation

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fusionrl.checks.model import weight_shape_errors
 from fusionrl.config.config import Config
-from fusionrl.data.tokenizer_files import read_end_tokens
+from fusionrl.data.tokenizer import read_end_tokens
 from fusionrl.models import families
 from fusionrl.models.engine_config import engine_fields, text_view
 from fusionrl.models.hf_folder import text_config

@@ -12,11 +12,10 @@ import pytest
 from PIL import Image
 
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import ImageLimits
-from fusionrl.data.processor_files import ProcessorFiles
+from fusionrl.data.images import ImageLimits, ProcessorFiles
+from fusionrl.data.processor import image_inputs
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of
-from fusionrl.data.stored_image import image_inputs
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
 from fusionrl.rewards.reward_call import LostReward, PackedSettings, RewardRaised, RewardSettings, is_async
 

@@ -14,8 +14,7 @@ from PIL import Image
 from fusionrl.buffer.actor import open_image_store
 from fusionrl.config.config import Config
 from fusionrl.data.image_store import IMAGES, MEGABYTE
-from fusionrl.data.images import ImageLimits, ImageRef, png_of
-from fusionrl.data.processor_files import ProcessorFiles
+from fusionrl.data.images import ImageLimits, ImageRef, ProcessorFiles, png_of
 from fusionrl.data.sample import Sample
 from fusionrl.engines.answers import AnswerError
 from fusionrl.rollout import engine_post

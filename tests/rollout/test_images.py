@@ -21,8 +21,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data import image_store
 from fusionrl.data.image_store import IMAGES, MEGABYTE
-from fusionrl.data.images import collapsed, normal_form
-from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.images import collapsed, normal_form, read_processor_files
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import adopt_images, images_of, keep_images, set_images
 from fusionrl.data.tokenizer import load_tokenizer

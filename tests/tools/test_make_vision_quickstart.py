@@ -13,8 +13,7 @@ from PIL import Image
 
 from fusionrl.buffer.data_source import RolloutDataSource
 from fusionrl.data.image_store import IMAGES, MEGABYTE
-from fusionrl.data.images import resized
-from fusionrl.data.processor_files import read_processor_files
+from fusionrl.data.images import read_processor_files, resized
 from fusionrl.rollout.agent import generate
 from fusionrl.rollout.sft_rollout import generate_rollout
 from fusionrl.rollout.sglang_rollout import sampling_params

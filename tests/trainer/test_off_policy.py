@@ -10,8 +10,8 @@ from fusionrl.buffer.rollout_stages import warn_without_log_probs
 from fusionrl.buffer.stream_state import check_bound
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
-from fusionrl.data.convert import samples_of
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_json import samples_of
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.balance import Balance, BatchPlan

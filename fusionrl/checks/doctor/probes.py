@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.config.config import Config
-from fusionrl.data.image_rows import ImageColumn
+from fusionrl.data.columns import ImageColumn
+from fusionrl.data.render import TemplateError, call_template
 from fusionrl.data.sample import REWARD_LOST, Sample
-from fusionrl.data.tokenizer import TemplateError, call_template
-from fusionrl.data.tokenizer_files import read_end_tokens
+from fusionrl.data.tokenizer import read_end_tokens
 from fusionrl.models.hf_folder import stored_tensors
 from fusionrl.rewards.dispatch import RewardError, score_group
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES, parse_rm_type, reward_of

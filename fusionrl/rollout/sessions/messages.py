@@ -16,7 +16,6 @@ from fusionrl.data.image_rows import IMAGE_PARTS, image_value
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef
 from fusionrl.data.render import THOUGHTS, decoded
-from fusionrl.data.sample_images import as_ref
 
 Message = dict[str, object]
 
@@ -351,6 +350,8 @@ class Pictures:
             return part
         if IMAGES.processor is None:
             raise Refused("a message holds an image, and the model here reads text alone (--multimodal-keys)")
+        from fusionrl.data.processor import as_ref
+
         try:
             key = hashlib.sha256(uri.encode()).digest()
             if key not in self._known:

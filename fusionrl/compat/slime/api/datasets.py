@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fusionrl.data import processor, tokenizer
 from fusionrl.data.image_rows import ImageColumn, media_errors
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import png_of
-from fusionrl.data.processor import Processor, images_of_messages
-from fusionrl.data.processor_files import ProcessorFiles
+from fusionrl.data.images import ProcessorFiles, png_of
+from fusionrl.data.processor import Processor, as_ref, images_of_messages
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import as_ref
 
 if TYPE_CHECKING:
     from PIL.Image import Image
