@@ -14,7 +14,6 @@ from fusionrl.buffer.rollout_report import rollout_metrics, set_metrics
 from fusionrl.data.sample import Sample, Status
 from fusionrl.data.train_batch import attempts_of, join_attempt
 from fusionrl.plan.balance import Balance, BatchPlan, SequenceCost
-from fusionrl.plan.costs import SequenceCost
 from fusionrl.rollout.filters import check_accuracy_in_range
 from fusionrl.rollout.types import as_train_output
 from tests.plan.shards import build_shards

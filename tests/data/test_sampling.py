@@ -8,7 +8,6 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_fields import CHANGED, note_request, note_temperature, scored_at, temperatures_of
 from fusionrl.plan.balance import Balance, BatchPlan, SequenceCost
-from fusionrl.plan.costs import SequenceCost
 from tests.plan.shards import build_shards
 
 
