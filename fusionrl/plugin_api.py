@@ -11,8 +11,8 @@ from typing import Any
 
 from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from fusionrl.config.hooks import load_function
-from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.sample import Sample
+from fusionrl.data.supervised import MultiTurnLossMaskGenerator
 from fusionrl.rewards import math_dapo_utils
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.math_dapo_utils import compute_score

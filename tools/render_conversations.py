@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
+from fusionrl.data.supervised import MultiTurnLossMaskGenerator
 from fusionrl.rollout.sessions.messages import Refused
 from fusionrl.rollout.sessions.openai_api import read
 from fusionrl.rollout.sessions.session import Segments

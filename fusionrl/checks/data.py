@@ -21,9 +21,8 @@ from fusionrl.checks.images import image_text, usable_columns
 from fusionrl.checks.rewards import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
-from fusionrl.data.columns import PromptColumns
+from fusionrl.data.columns import LOSS_MASK, TOKENS, PromptColumns, holds_tokens
 from fusionrl.data.findings import Finding, FindingError, Findings
-from fusionrl.data.image_rows import decoded_ref, header_ref, read_images
 from fusionrl.data.images import ImageRef
 from fusionrl.data.prompts import (
     check_file,
@@ -40,13 +39,14 @@ from fusionrl.data.prompts import (
 from fusionrl.data.row_checks import AskReward, RowChecker, column_finding, see
 from fusionrl.data.rows import Row, parse_set, parse_sets, read_rows, scan_rows
 from fusionrl.data.sample import response_mask
-from fusionrl.data.supervised import LOSS_MASK, TOKENS, SupervisedSamples, holds_tokens, token_sample, with_images
 from fusionrl.data.tokenizer import TokenizerFiles, read_tokenizer_files
 from fusionrl.models.engine_config import has_chat_template
 from fusionrl.rewards.registry import LabelCheck
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from fusionrl.data.supervised import SupervisedSamples
 
 FEW_ROWS = 1_000  # prompts that are tokenized within a second
 
@@ -216,6 +216,8 @@ class DataCheck:
         if self.tokenizer is not None:
             named["special_tokens"] = special_tokens_of(self.tokenizer)
             named["placeholder"] = placeholder_of(self.tokenizer, self.columns)
+        from fusionrl.data.image_rows import decoded_ref
+
         self._checker = RowChecker(self.columns, is_sft=self.is_sft, take_image=decoded_ref, **named)
         check = check_file(spec, "", self._checker, self._more_findings)
         self.num_rows += check.num_rows
@@ -266,6 +268,8 @@ class DataCheck:
     def _sample_findings(
         self, row: Row, prompt: object, tools: object, images: list[ImageRef], *, is_counted: bool
     ) -> list[Finding]:
+        from fusionrl.data.supervised import token_sample, with_images
+
         label = row.get(self.columns.label_key or "")
         if holds_tokens(row):
             sample = token_sample(row, "")
@@ -284,6 +288,8 @@ class DataCheck:
 
     @functools.cached_property
     def _supervised(self) -> SupervisedSamples:
+        from fusionrl.data.supervised import SupervisedSamples
+
         return SupervisedSamples(self.tokenizer, self.loss_mask_type, self.columns.chat_template_kwargs)
 
     def _duplicate(self, row: Row, prompt: object, tools: object, images: list[ImageRef], where: str) -> list[Finding]:
@@ -368,6 +374,8 @@ def light_rows(spec: str, columns: PromptColumns, is_sft: bool = False) -> Itera
 def _light_row(row: Row, columns: PromptColumns, is_sft: bool, data_file: Path) -> Row:
     if (column := columns.images) is None:
         return row
+    from fusionrl.data.image_rows import header_ref, read_images
+
     seen = see(row, columns, is_sft)
     images, findings = read_images(seen.values, column, column.folder_of(data_file), header_ref)
     if findings:

@@ -12,8 +12,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.eval_sets import pixels_of_sets, readable_sets
 from fusionrl.config.run_parts import uses_engines
-from fusionrl.data.columns import ImageColumn, PromptColumns
-from fusionrl.data.image_rows import media_errors
+from fusionrl.data.columns import ImageColumn, PromptColumns, media_errors
 from fusionrl.data.images import widest_limits
 from fusionrl.data.tokenizer import TemplateProbe, TokenizerFiles, read_tokenizer_files
 from fusionrl.engines.images import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings, refused

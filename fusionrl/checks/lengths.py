@@ -28,11 +28,10 @@ from fusionrl.config.run_parts import (
     uses_trainers,
     validates,
 )
-from fusionrl.data.columns import PromptColumns
+from fusionrl.data.columns import TOKENS, PromptColumns, holds_tokens
 from fusionrl.data.prompts import metadata_and_tools
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
 from fusionrl.data.rows import Row
-from fusionrl.data.supervised import TOKENS, SupervisedSamples, holds_tokens
 from fusionrl.models.engine_config import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import sequence_multiple
@@ -285,6 +284,8 @@ def _conversation_limit(config: Config, positions: int) -> Limit:
 
 
 def _conversation_counter(config: Config, columns: PromptColumns) -> Count:
+    from fusionrl.data.supervised import SupervisedSamples
+
     @functools.cache
     def supervised(tokenizer: PreTrainedTokenizerBase) -> SupervisedSamples:
         return SupervisedSamples(tokenizer, config.data.loss_mask_type, config.data.apply_chat_template_kwargs)

@@ -166,3 +166,19 @@ class PromptColumns:
         if column is None or column.of_set is not None or name not in column.names:
             return self
         return replace(self, adapters=replace(column, of_set=name))
+
+
+TOKENS, LOSS_MASK = "tokens", "loss_mask"
+
+
+def holds_tokens(row: Mapping[str, object]) -> bool:
+    """Return whether a row has both columns; one alone is a column of something else."""
+    return row.get(TOKENS) is not None and row.get(LOSS_MASK) is not None
+
+
+def media_errors(keys: Mapping[str, object], flag: str) -> list[str]:
+    """Return what is wrong with columns by kind, as --multimodal-keys names them."""
+    errors = [f'{flag}: {kind}: only images are trained on; give {{"image": COLUMN}}' for kind in keys if kind != IMAGE]
+    if IMAGE in keys and not (isinstance(keys[IMAGE], str) and keys[IMAGE]):
+        errors.append(f"{flag}: {keys[IMAGE]!r} is not the name of a column")
+    return errors

@@ -37,14 +37,6 @@ Message = dict[str, Any]
 TakeImage: TypeAlias = Callable[[bytes, ImageLimits, str | None], ImageRef]
 
 
-def media_errors(keys: Mapping[str, object], flag: str) -> list[str]:
-    """Return what is wrong with columns by kind, as --multimodal-keys names them."""
-    errors = [f'{flag}: {kind}: only images are trained on; give {{"image": COLUMN}}' for kind in keys if kind != IMAGE]
-    if IMAGE in keys and not (isinstance(keys[IMAGE], str) and keys[IMAGE]):
-        errors.append(f"{flag}: {keys[IMAGE]!r} is not the name of a column")
-    return errors
-
-
 # ------------------------------------------------------------------------------------------------ parts of messages
 def seen_row(row: Mapping[str, object], prompt: object, key: str) -> SeenRow:
     """Split the texts of a prompt at the placeholders of images, and give each image its value.

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusionrl.data.chat import MultiTurnLossMaskGenerator
-from fusionrl.data.columns import PromptColumns
+from fusionrl.data.columns import PromptColumns, holds_tokens
 from fusionrl.data.findings import Finding, FindingError, Findings
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, ImageSpan, expanded
@@ -25,7 +24,6 @@ from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS, MAX_TOKEN_CHARACTERS
 from fusionrl.data.rows import Row, line_finding, parse_set, read_metadata, read_rows, read_tools, scan_rows
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import set_images
-from fusionrl.data.supervised import holds_tokens, token_sample, with_images
 from fusionrl.data.tokenizer import TemplateProbe, TokenizerFiles
 
 if TYPE_CHECKING:
@@ -89,6 +87,8 @@ def template_probe(
                 left_out = rendered_prompt(messages, load(), columns, tools).left_out
                 return None if left_out is None else FindingError(left_out)
             else:
+                from fusionrl.data.supervised import MultiTurnLossMaskGenerator
+
                 masks = MultiTurnLossMaskGenerator(load(), loss_mask_type, columns.chat_template_kwargs)
                 masks.get_loss_mask(list(messages), tools)
         except (OSError, ValueError) as error:
@@ -165,6 +165,8 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
     Raises:
         ValueError: a malformed row, with its line number.
     """
+    from fusionrl.data.supervised import token_sample, with_images
+
     samples: list[Sample] = []
     for checked in _checked_rows(path, RowChecker(columns, is_sft=True), flag):
         prompt, row = checked.prompt, checked.row

@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from fusionrl.data.findings import Finding, FindingError
 
 if TYPE_CHECKING:
@@ -402,3 +404,88 @@ def call_template(render: Callable[..., object], *args: object, **kwargs: object
         return str(render(*args, **kwargs))
     except Exception as error:  # a template is code of the model's folder, and may raise anything
         raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+_MARK = "assistantsays"
+
+
+def tokens_after_assistant(
+    messages: Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    end_token: int | None,
+    template_kwargs: Mapping[str, object] | None = None,
+    tools: object = None,
+) -> list[int]:
+    """Tokens from the end of an assistant's turn, through `messages` (of tools, or of a user), to its next turn.
+
+    They are read off renderings with a dummy instead of the turn, so that the turn's own tokens, which were
+    sampled, are never tokenized anew.
+
+    end_token  the token by which the model ended its turn; None where it did not (a stop string did): then the
+               template's own end marker comes first
+
+    Raises:
+        ValueError: the template cannot render such messages, or not as a continuation of the turn; names it.
+    """
+
+    def render(conversation: Sequence[Mapping[str, object]], for_answer: bool) -> str:
+        flags: dict[str, Any] = {"for_answer": for_answer, "template_kwargs": template_kwargs}
+        return render_messages(tokenizer, conversation, tools, **flags).text
+
+    reasons = []
+    for assistant in _dummies(messages):
+        try:
+            return _continuation(assistant, messages, tokenizer, end_token, render)
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError(
+        f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not render"
+        f" {[message['role'] for message in messages]} after an assistant's turn ({'; '.join(reasons)}); an agent needs"
+        " a template that does"
+    )
+
+
+def _dummies(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Assistant messages with the mark near their end: one that calls tools, as templates may demand; a plain one."""
+    calls = [
+        {
+            "id": message.get("tool_call_id", "0"),
+            "type": "function",
+            "function": {"name": message.get("name", "tool"), "arguments": {"x": _MARK}},
+        }
+        for message in messages
+        if message["role"] == "tool"
+    ]
+    plain: Mapping[str, object] = {"role": "assistant", "content": _MARK}
+    return [{"role": "assistant", "content": "", "tool_calls": calls}, plain] if calls else [plain]
+
+
+def _continuation(
+    assistant: Mapping[str, object],
+    messages: Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
+    end_token: int | None,
+    render: Callable[[Sequence[Mapping[str, object]], bool], str],
+) -> list[int]:
+    before: list[Mapping[str, object]] = [{"role": "user", "content": "x"}, assistant]
+    alone, full_text = render(before, False), render([*before, *messages], True)
+    calls = assistant.get("tool_calls")
+    num_marks = len(calls) if isinstance(calls, list) else 1
+    if alone.count(_MARK) != num_marks or full_text.count(_MARK) != num_marks:
+        raise ValueError("the turn is not rendered once")
+    turn = alone[alone.rindex(_MARK) :]
+    # What stands behind the end marker (ChatML: a line break) belongs to the continuation.
+    end = next((token for token in tokenizer.all_special_tokens if turn.rstrip().endswith(token)), "")
+    turn = turn.rstrip() if end else turn
+    start = full_text.rindex(_MARK)
+    if not full_text.startswith(turn, start):
+        raise ValueError("the turn is rendered otherwise when messages follow")
+    seam = start + len(turn) - (len(end) if end_token is None else 0)
+    head = tokenizer.encode(full_text[:seam], add_special_tokens=False)
+    tokens = tokenizer.encode(full_text, add_special_tokens=False)
+    if tokens[: len(head)] != head:
+        raise ValueError("the turn's tokens are others when messages follow")
+    added = tokens[len(head) :]
+    # Some templates have no end marker: the token by which the model ends its turn begins the next message.
+    return added[1:] if added and added[0] == end_token else added

@@ -11,16 +11,13 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.wording import closest
-from fusionrl.data.chat import is_trained
-from fusionrl.data.columns import ImageColumn, PromptColumns, SeenRow
+from fusionrl.data.columns import IMAGE, ImageColumn, PromptColumns, SeenRow, holds_tokens
 from fusionrl.data.findings import Finding, FindingError, LabelProblem
-from fusionrl.data.image_rows import IMAGE, PLACEHOLDERS, TakeImage, header_ref, listed, read_images, seen_row
 from fusionrl.data.render import decoded, tools_of
 from fusionrl.data.rows import MAX_DEPTH, read_metadata, read_tools
-from fusionrl.data.supervised import holds_tokens, token_finding
 from fusionrl.data.tokenizer import TemplateProbe, signature
 
 # A million characters are a quarter of a million tokens: more than models read, and a second of tokenizing.
@@ -35,6 +32,9 @@ LABEL_NAMES = ("label", "answer", "solution", "ground_truth", "target", "output"
 
 
 # A row's label and metadata → why its reward cannot grade with them; None for nothing.
+if TYPE_CHECKING:
+    from fusionrl.data.image_rows import TakeImage
+
 AskReward = Callable[[object, Mapping[str, object]], LabelProblem | None]
 
 
@@ -50,7 +50,7 @@ class RowChecker:
     ask_reward      asks the reward that will grade with the label, where it is a built-in one
     data_file       file of the rows, where relative paths of images begin
     placeholder     text of the token that means an image, where it is known
-    take_image      reads an image
+    take_image      reads an image; None: its size alone
     seen            prompt and images of the row that was checked last; None: something is wrong with its images
     adapter         of the row that was checked last; None: the run has one, or none
     """
@@ -64,7 +64,7 @@ class RowChecker:
     ask_reward: AskReward | None = None
     data_file: Path = Path()
     placeholder: str = ""
-    take_image: TakeImage = header_ref
+    take_image: TakeImage | None = None
     seen: SeenRow | None = None
     adapter: str | None = None
 
@@ -84,6 +84,8 @@ class RowChecker:
         if columns.images is not None:
             row = self._check_images(row, columns.images, findings)
         if self.is_sft and holds_tokens(row):  # these are trained on; what else the row says is for people
+            from fusionrl.data.supervised import token_finding
+
             wrong = token_finding(row, self.vocab_size)
             return findings if wrong is None else [*findings, wrong]
         if key not in row:
@@ -117,6 +119,8 @@ class RowChecker:
         self, row: Mapping[str, object], column: ImageColumn, findings: list[Finding]
     ) -> Mapping[str, object]:
         """Return the row with its images as parts of messages; as it came where it has none, or has a mistake."""
+        from fusionrl.data.image_rows import PLACEHOLDERS, header_ref, read_images
+
         self.seen = None
         try:
             seen = see(row, self.columns, self.is_sft)
@@ -130,7 +134,9 @@ class RowChecker:
         if self.placeholder and any(self.placeholder in text for message in messages for text in _texts(message)):
             cause = f"column {self.columns.input_key!r}: a text holds {self.placeholder}, which means an image"
             findings.append(Finding(cause, hint=f"write {PLACEHOLDERS[IMAGE]} for an image, and nothing else so"))
-        seen.images, wrong = read_images(seen.values, column, column.folder_of(self.data_file), self.take_image)
+        seen.images, wrong = read_images(
+            seen.values, column, column.folder_of(self.data_file), self.take_image or header_ref
+        )
         findings += wrong
         self.seen = None if wrong else seen
         if not (self.is_sft or self.columns.apply_chat_template or self.columns.keeps_messages) and seen.values:
@@ -301,6 +307,8 @@ class RowChecker:
             findings.append(Finding(cause, f"{text[:80]!r}"))
 
     def _check_turns(self, messages: Sequence[Mapping[str, object]], findings: list[Finding]) -> None:
+        from fusionrl.data.supervised import is_trained
+
         key = self.columns.input_key
         try:
             masks = [is_trained(message) for message in messages if message["role"] == "assistant"]
@@ -340,6 +348,8 @@ def see(row: Mapping[str, object], columns: PromptColumns, is_sft: bool = False)
     prompt = row.get(columns.input_key)
     if columns.images is None:
         return SeenRow(prompt, [])
+    from fusionrl.data.image_rows import listed, seen_row
+
     if is_sft and holds_tokens(row):  # the placeholders are among the tokens
         return SeenRow(prompt, listed(row.get(columns.images.key)))
     seen, label = seen_row(row, prompt, columns.images.key), row.get(columns.label_key or "")

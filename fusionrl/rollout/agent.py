@@ -24,11 +24,10 @@ import numpy as np
 
 from fusionrl.base import cpu_wing
 from fusionrl.config.hooks import call_hook, user_code
-from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef
 from fusionrl.data.prompts import PromptColumns, render_prompt
-from fusionrl.data.render import tools_of
+from fusionrl.data.render import tokens_after_assistant, tools_of
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import add_images
 from fusionrl.data.tokenizer import load_tokenizer

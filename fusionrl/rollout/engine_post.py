@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.data.image_rows import image_file
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import image_size
 from fusionrl.engines.http import post as _post
@@ -142,6 +141,8 @@ def _as_engines_take(ids: list[int], images: Sequence[object], media: MediaToken
 
 
 def _num_tokens(image: object) -> int:
+    from fusionrl.data.image_rows import image_file
+
     limits = IMAGES.engine_limits
     assert limits is not None, "the store was not told the model's settings of images"
     return limits.num_tokens(*limits.fit(*image_size(image_file(image, Path()).content)))

@@ -18,10 +18,10 @@ from aiohttp import web
 
 from fusionrl.compat.slime.api import datasets, distillation, http, losses, metrics, misc, rewards, rollouts
 from fusionrl.config.config import Config
-from fusionrl.data.chat import get_response_lengths
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageLimits, read_processor_files
 from fusionrl.data.sample import Sample
+from fusionrl.data.supervised import get_response_lengths
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rewards import text_match
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fusionrl.config.rollout import DataGroup
-from fusionrl.data.chat import LOSS_MASK_TYPES, MultiTurnLossMaskGenerator, tokens_after_assistant
-from fusionrl.data.supervised import conversation_to_sample
+from fusionrl.data.render import tokens_after_assistant
+from fusionrl.data.supervised import LOSS_MASK_TYPES, MultiTurnLossMaskGenerator, conversation_to_sample
 from tests.tiny_model import CHAT_TEMPLATE, make_byte_tokenizer
 
 Messages = list[dict[str, Any]]

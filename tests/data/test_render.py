@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from fusionrl.checks.data import DataCheck
-from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.columns import PromptColumns
 from fusionrl.data.prompts import check_file, load_conversations, load_prompts, template_probe
 from fusionrl.data.render import normal_form, render_messages
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.sample import Sample
-from fusionrl.data.supervised import conversation_to_sample
+from fusionrl.data.supervised import MultiTurnLossMaskGenerator, conversation_to_sample
 from fusionrl.data.tokenizer import TokenizerFiles
 from tests.tiny_model import make_byte_tokenizer
 from tools import render_conversations

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.data.chat import MultiTurnLossMaskGenerator
+from fusionrl.data.supervised import MultiTurnLossMaskGenerator
 from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.all_hooks import HOOKS
 from tests.e2e.launch import metrics_of, run, undocumented_files

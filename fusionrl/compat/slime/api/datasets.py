@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fusionrl.data import processor, tokenizer
-from fusionrl.data.image_rows import ImageColumn, media_errors
+from fusionrl.data.columns import media_errors
+from fusionrl.data.image_rows import ImageColumn
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ProcessorFiles, png_of
 from fusionrl.data.processor import Processor, as_ref, images_of_messages
