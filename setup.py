@@ -27,9 +27,8 @@ setup(
     package_data={
         "fusionrl.observe": ["glossary.md"],
         "fusionrl.observe.view": ["assets/*"],  # the scripts and the style of `fusionrl view`
-        "fusionrl.compat.slime.flags": ["flags.md"],
-        "fusionrl.compat.slime.names": ["names.md"],
-        "fusionrl.compat.slime.scripts.inside": ["*.sh"],
+        "fusionrl.compat.slime": ["*.md"],
+        "fusionrl.compat.slime.inside": ["*.sh"],
         "fusionrl.cpu": ["*.c"],  # compiled on the user's machine
     },
     # Naming the root makes an editable install put the checkout itself on the path, so that hooks such as

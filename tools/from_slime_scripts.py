@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.checks.validate import validate_flags
-from fusionrl.compat.slime.flags.custom_flags import set_apart
-from fusionrl.compat.slime.flags.table import TABLE
-from fusionrl.compat.slime.flags.translate import translate
-from fusionrl.compat.slime.scripts.markers import left_parts, plain
-from fusionrl.compat.slime.scripts.script import Launch, read_script
+from fusionrl.compat.slime.arguments import left_parts, plain, set_apart
+from fusionrl.compat.slime.flags import TABLE
+from fusionrl.compat.slime.script import Launch, read_script
+from fusionrl.compat.slime.translate import translate
 from fusionrl.config.config import FIELDS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args

@@ -247,7 +247,7 @@ COMMON: dict[str, str] = {
     "warmup": "--lr-warmup-iters",
 }
 
-# slime's flags have a table of their own: `fusionrl/compat/slime/flags/flags.md`.
+# slime's flags have a table of their own: `fusionrl/compat/slime/flags.md`.
 TABLES: dict[str, dict[str, str]] = {
     owner: {name: cure for names, cure in table.items() for name in names.split()}
     for owner, table in (("TRL", TRL), ("verl", VERL), ("", COMMON))

@@ -139,7 +139,7 @@ class _StandInFinder:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in _STAND_IN_ROOTS:
             return None
-        from fusionrl.compat.slime.names.finder import find_spec
+        from fusionrl.compat.slime.names import find_spec
 
         return find_spec(name)
 

@@ -19,7 +19,7 @@ from fusionrl.config.config import FIELDS, PassThrough
 from fusionrl.config.hooks import flag_of
 
 if TYPE_CHECKING:
-    from fusionrl.compat.slime.flags.table import Entry
+    from fusionrl.compat.slime.flags import Entry
 
 
 def parse_extras(
@@ -137,7 +137,7 @@ def translate_slime_flags(argv: Sequence[str]) -> Translated:
     """Return a command line with slime's flags replaced; one without such a flag is returned unchanged."""
     if not _has_slime_flags(argv):
         return Translated(list(argv))
-    from fusionrl.compat.slime.flags.translate import translate
+    from fusionrl.compat.slime.translate import translate
 
     return translate(argv)
 
@@ -146,7 +146,7 @@ def slime_entry(name: str) -> Entry | None:
     """Return the entry of the slime flag `name`; None: slime does not have it, or fusionrl has it as well."""
     if not _may_be_slimes(name):
         return None
-    from fusionrl.compat.slime.flags.table import TABLE
+    from fusionrl.compat.slime.flags import TABLE
 
     return TABLE.get(name)
 
@@ -155,7 +155,7 @@ def slime_notes(accepted: dict[str, object]) -> list[str]:
     """Return a line for each reason for which accepted slime flags change nothing."""
     if not accepted:
         return []
-    from fusionrl.compat.slime.flags.translate import accepted_notes
+    from fusionrl.compat.slime.translate import accepted_notes
 
     return accepted_notes(accepted)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.compat.slime.api import miles, misc
+from fusionrl.compat.slime.api import misc, rollouts
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
@@ -101,9 +101,9 @@ def test_an_agent_s_function_gets_an_address_that_needs_no_key(play: Any) -> Non
 def test_an_agent_that_asks_for_nothing_and_one_that_raises(play: Any) -> None:
     sample, _ = play("agentic_tool_call", [], custom_agent_function_path="FILE:silent")
     assert sample.status == Sample.Status.FAILED
-    kept = miles.check_no_aborted(Namespace(), [Sample(status=Sample.Status.COMPLETED), sample])
+    kept = rollouts.check_no_aborted(Namespace(), [Sample(status=Sample.Status.COMPLETED), sample])
     assert (kept.keep, kept.reason) == (False, "group_has_aborted")
-    assert miles.check_no_aborted(Namespace(), [Sample(status=Sample.Status.TRUNCATED)]).keep
+    assert rollouts.check_no_aborted(Namespace(), [Sample(status=Sample.Status.TRUNCATED)]).keep
     with pytest.raises(HookError, match=r"custom_agent_function_path .*:broken: RuntimeError: no container"):
         play("agentic_tool_call", [], custom_agent_function_path="FILE:broken")
     with pytest.raises(ValueError, match="custom_agent_function_path is not given"):
@@ -121,7 +121,7 @@ def test_one_turn_and_one_of_random_length(play: Any, folder: str, monkeypatch: 
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr("fusionrl.rollout.sglang_rollout.generate", generate)
     given = {"max_new_tokens": 5, "top_p": 1.0}
-    asyncio.run(miles.generate_with_random_osl(Namespace(), Sample(), given))
+    asyncio.run(rollouts.generate_with_random_osl(Namespace(), Sample(), given))
     assert 32 << 10 <= asked[0].pop("max_new_tokens") < 64 << 10 and given["max_new_tokens"] == 5
     assert asked == [{"ignore_eos": True, "top_p": 1.0}]
 
@@ -141,4 +141,4 @@ def test_an_input_has_the_flags_of_its_state(folder: str) -> None:  # noqa: F811
     args = Config.from_flat({"hf_checkpoint": folder}).to_args()
     given = GenerateFnInput(GenerateState(args), Sample(), {}, evaluation=False)
     assert given.args is args
-    assert miles.build_chat_request_kwargs({"stop": None, "top_p": 0.5, "top_k": 1}) == {"top_p": 0.5}
+    assert rollouts.build_chat_request_kwargs({"stop": None, "top_p": 0.5, "top_k": 1}) == {"top_p": 0.5}

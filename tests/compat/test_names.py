@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fusionrl.compat.slime.__main__ import main
-from fusionrl.compat.slime.names.finder import resolve
-from fusionrl.compat.slime.names.table import ABSENT_MODULES, MILES, MODULES, Absent, Here
-from fusionrl.compat.slime.names.table import PAGE as SOURCE
+from fusionrl.compat.slime.names import ABSENT_MODULES, MILES, MODULES, Absent, Here, resolve
+from fusionrl.compat.slime.names import PAGE as SOURCE
 from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
 
@@ -159,7 +158,7 @@ def test_a_function_beside_a_hook_is_loaded_by_its_path(tmp_path: Path) -> None:
 
 
 def test_the_page_is_that_of_the_table() -> None:
-    said = "run: cp fusionrl/compat/slime/names/names.md docs/reference/from-slime-names.md"
+    said = "run: cp fusionrl/compat/slime/names.md docs/reference/from-slime-names.md"
     assert PAGE.read_text(encoding="utf-8") == SOURCE, said
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from fusionrl.compat.slime.api import datasets, distillation, http, losses, metrics, misc, rewards, rollouts
+from fusionrl.compat.slime.api import datasets, http, losses, metrics, misc, rewards, rollouts
 from fusionrl.config.config import Config
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageLimits, read_processor_files
@@ -129,8 +129,8 @@ def test_a_teacher_behind_an_address() -> None:
     handle = http.run_app_in_thread(app, host="127.0.0.1")
     url = f"http://127.0.0.1:{handle.port}/generate"
     sample = Sample(tokens=[5, 6, 7, 8], response_length=2)
-    sample.reward = asyncio.run(distillation.reward_func(Namespace(rm_url=url, rollout_temperature=1.0), sample))
-    assert distillation.post_process_rewards(Namespace(), [sample]) == ([0.0], [0.0])
+    sample.reward = asyncio.run(rewards.reward_func(Namespace(rm_url=url, rollout_temperature=1.0), sample))
+    assert rewards.post_process_rewards(Namespace(), [sample]) == ([0.0], [0.0])
     assert sample.teacher_log_probs is not None and list(sample.teacher_log_probs) == [-1.0, -1.5]
     with pytest.raises(aiohttp.ClientResponseError):
         asyncio.run(http.get(url))  # it answers to POST alone

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.compat.slime.flags.config_files import with_flags
-from fusionrl.compat.slime.flags.custom_flags import set_apart
-from fusionrl.compat.slime.flags.translate import translate
-from fusionrl.compat.slime.scripts.markers import left
-from fusionrl.compat.slime.scripts.script import read_script
+from fusionrl.compat.slime.arguments import left, set_apart, with_flags
+from fusionrl.compat.slime.script import read_script
+from fusionrl.compat.slime.translate import translate
 from fusionrl.config.engine_groups import read_groups
 from fusionrl.config.parser import read_args
 

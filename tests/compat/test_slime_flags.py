@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 
-from fusionrl.compat.slime.flags.defaults import DEFAULTS, slime_defaults
-from fusionrl.compat.slime.flags.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SECRETS, SHAPES, TABLE, Kind
-from fusionrl.compat.slime.flags.table import PAGE as SOURCE
-from fusionrl.compat.slime.flags.translate import Form, accepted_notes, translate
+from fusionrl.compat.slime.flags import (
+    DEFAULTS,
+    DIFFERS,
+    NO_EFFECT,
+    REFUSED,
+    RENAMED,
+    SECRETS,
+    SHAPES,
+    TABLE,
+    Kind,
+    slime_defaults,
+)
+from fusionrl.compat.slime.flags import PAGE as SOURCE
+from fusionrl.compat.slime.translate import Form, accepted_notes, translate
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import FIELDS
 from fusionrl.config.parser import read_args

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.compat.slime.scripts.markers import plain
-from fusionrl.compat.slime.scripts.script import Script, read_script
+from fusionrl.compat.slime.arguments import plain
+from fusionrl.compat.slime.script import Script, read_script
 
 SLIME = "import slime.utils.external_utils.command_utils as U\n"
 DATACLASS = """\

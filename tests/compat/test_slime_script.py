@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fusionrl.compat.slime.scripts import script as script_module
-from fusionrl.compat.slime.scripts.markers import left_parts, plain, quoted
-from fusionrl.compat.slime.scripts.script import Script, read_script
+from fusionrl.compat.slime import script as script_module
+from fusionrl.compat.slime.arguments import left_parts, plain, quoted
+from fusionrl.compat.slime.script import Script, read_script
 from fusionrl.sandbox import Limits, SandboxError, probe
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.compat.slime.flags.translate import translate
+from fusionrl.compat.slime.translate import translate
 from fusionrl.config.passed_flags import translate_slime_flags
 
 CODE = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusionrl.compat.slime.flags.table import SHAPES
+from fusionrl.compat.slime.flags import SHAPES
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.models.shape_claims import RIGHT_VALUES, claim_errors, layer_pattern
 from tests.models.test_families import shape_of

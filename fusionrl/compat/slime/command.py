@@ -16,12 +16,20 @@ from pathlib import Path
 from fusionrl.checks.validate import validate_flags
 from fusionrl.cli.exit_codes import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
-from fusionrl.compat.slime.flags.custom_flags import custom_file, set_apart, written_file
-from fusionrl.compat.slime.flags.defaults import TRAIN_ASYNC, slime_defaults, smaller
-from fusionrl.compat.slime.flags.table import PAGE, SECRETS, TABLE, Kind
-from fusionrl.compat.slime.flags.translate import accepted_notes, flag_groups, name_of, translate
-from fusionrl.compat.slime.scripts.markers import left_parts, plain, quoted
-from fusionrl.compat.slime.scripts.script import Launch, Script, read_script
+from fusionrl.compat.slime.arguments import custom_file, left_parts, plain, quoted, set_apart, written_file
+from fusionrl.compat.slime.flags import (
+    PAGE,
+    SECRETS,
+    TABLE,
+    TRAIN_ASYNC,
+    Kind,
+    flag_groups,
+    name_of,
+    slime_defaults,
+    smaller,
+)
+from fusionrl.compat.slime.script import Launch, Script, read_script
+from fusionrl.compat.slime.translate import accepted_notes, translate
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
 from fusionrl.plan.pipeline_knobs import FULLY_ASYNC

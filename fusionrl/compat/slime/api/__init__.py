@@ -1,1 +1,1 @@
-"""Functions that only files written for slime use; `fusionrl.compat.slime.names.table` says which name is where."""
+"""Functions that only files written for slime use; `fusionrl.compat.slime.names` says which name is where."""

@@ -1,12 +1,11 @@
 """Translate slime's command line to fusionrl flags. Pure, except that it looks into folders of weights."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fusionrl.compat.slime.flags.table import RENAMED, SECRETS, TABLE, Kind
+from fusionrl.compat.slime.flags import RENAMED, SECRETS, TABLE, Kind, as_text, name_of
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.passed_flags import DP_ATTENTION, DP_SIZE, ENGINE_SIZE, Translated, is_torch_dist
 
@@ -38,21 +37,6 @@ class _Given:
     @property
     def shown(self) -> str:
         return " ".join([flag_of(self.name), *([] if self.name in SECRETS else self.values)])
-
-
-def name_of(word: str) -> str:
-    """`--rollout-batch-size=4` → `rollout_batch_size`."""
-    return word.partition("=")[0].removeprefix("--").replace("-", "_")
-
-
-def flag_groups(argv: Sequence[str]) -> list[list[str]]:
-    """Divide a command line into its flags, each with the words behind it."""
-    groups: list[list[str]] = []
-    for word in argv:
-        if word.startswith("--") or not groups:
-            groups.append([])
-        groups[-1].append(word)
-    return groups
 
 
 def form_of(path: str) -> Form | None:
@@ -327,8 +311,3 @@ def accepted_notes(accepted: dict[str, object]) -> list[str]:
         texts = [str(item) for item in value] if isinstance(value, list) else [] if value is True else [as_text(value)]
         lines.setdefault(reason, []).append(" ".join([flag_of(name), *texts]))
     return [f"no effect: {reason}: {', '.join(flags)}" for reason, flags in lines.items()]
-
-
-def as_text(value: object) -> str:
-    """Return a value as it stands on a command line."""
-    return value if isinstance(value, str) else json.dumps(value)

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from fusionrl.compat.slime.flags.config_files import with_flags
-from fusionrl.compat.slime.scripts.markers import CLOSE, plain, running, stopped
+from fusionrl.compat.slime.arguments import CLOSE, plain, running, stopped, with_flags
 from fusionrl.sandbox import Limits, SandboxError, run_python_sync
 
 _INSIDE = Path(__file__).parent / "inside"
@@ -66,7 +65,7 @@ class Launch:
     """A command that starts a run.
 
     program  `train` or `train_async`
-    argv     its arguments; parts that cannot be known are marked (see `markers`)
+    argv     its arguments; parts that cannot be known are marked (see `arguments`)
     env      the variables that a Ray job's --runtime-env-json sets, as text
     """
 

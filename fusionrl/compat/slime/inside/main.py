@@ -45,7 +45,7 @@ _REPLACED = [
         r">\s*/dev/stderr\b": ">&2",
     }.items()
 ]
-# `$(pip list | grep …)`: the part as a whole is left as it is (see markers.py).
+# `$(pip list | grep …)`: the part as a whole is left as it is (see ../arguments.py).
 _PIPE = re.compile(
     r"\$\((?:pip3?|date|hostname|ip|git|scontrol|curl|wget|docker|conda|kubectl|squeue)\b[^()]*\|[^()]*\)"
 )
