@@ -1,4 +1,4 @@
-"""Names of `slime.rollout.rm_hub` and `.on_policy_distillation` without a function of their own in `fusionrl.rewards`."""
+"""Names of `slime.rollout.rm_hub` and `on_policy_distillation` that `fusionrl.rewards` does not have."""
 
 from argparse import Namespace
 from typing import Any

@@ -229,7 +229,7 @@ async def agentic_tool_call(input: GenerateFnInput) -> GenerateFnOutput:
         ValueError: no agent is named, or it cannot be loaded.
         HookError: the agent raised.
     """
-    from fusionrl.rollout.sessions.generate import Agent, generate_by
+    from fusionrl.rollout.sessions import Agent, generate_by
 
     setting = "custom_agent_function_path"
     path = _setting(input.args, setting)
