@@ -1,5 +1,6 @@
-"""The norms and gated products of local layers: without Transformer Engine, on a CPU or a GPU.
+"""Local layers: without Transformer Engine, on a CPU or a GPU. Their spec, norms, projections and gated products.
 
+Megatron-core's own local spec has no norm for sequence parallelism, and an attention that `local_attention.py` replaces.
 Norms mark their weights for sequence parallelism. `silu(gate) * up` and `gelu(gate) * up` are one function of autograd
 each, which keeps its input alone and writes that input's gradient in place: autograd by itself keeps three tensors of
 an MLP's width. In torch that saves memory, and no time; on a CPU the wing's kernel saves time, too.
@@ -10,11 +11,18 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fusionrl.base import cpu_wing
+from fusionrl.trainer.local_attention import SDPACoreAttention
 
 
 class LocalNorm(torch.nn.Module):
@@ -135,3 +143,82 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
     "silu": (F.silu, swiglu),
     "gelu_tanh": (gelu_tanh, geglu),
 }
+
+
+def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Spec of this rank's decoder layers: dense or with experts, as `moe_layer_freq` says of each."""
+    latent = config.multi_latent_attention
+    if latent:
+        # The attention asks what its down projections are, and knows a plain one by this name only.
+        multi_latent_attention.Linear = DuplicatedLinear
+
+    def layer_spec(num_experts: int | None) -> ModuleSpec:
+        """Megatron's local layer, dense or with experts, with the norms and attention of this file in it."""
+        spec: ModuleSpec = get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=latent,
+            normalization=config.normalization,
+        )
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        if latent:
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+            attention.kv_layernorm = LocalNorm
+            attention.q_layernorm = LocalNorm if config.q_lora_rank is not None else IdentityOp
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalNorm
+        return spec
+
+    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = {kind: layer_spec(config.num_moe_experts if kind else None) for kind in set(has_experts)}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [specs[kind] for kind in has_experts[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=LocalNorm)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A projection that every tensor-parallel rank holds whole, without bias: the compression of latent attention.
+
+    Megatron's local spec splits it and gathers the result; the positional part of the keys, which all heads share,
+    then gets the gradient of its own rank's heads alone, because the backward pass of that gather only cuts. Here the
+    weight is whole, as in Transformer Engine's spec: each rank sees its part of the sequence, and the gradients of the
+    weight are summed over the ranks with those of the norms. (Without sequence parallelism Megatron would sum the
+    gradients of latent attention's norms twice; the plan refuses that.)
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: object) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[..., input] → ([..., output], no bias)."""
+        return F.linear(hidden, self.weight), None
+
+
+class LocalMLP(MLP):
+    """Megatron's MLP; one with biases, or with a gate that is not plain, runs Megatron's forward pass."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, h] → the same shape, and no bias."""
+        product = self._product
+        if per_token_scale is not None or product is None:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        both, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(product(both))
+
+    @property
+    def _product(self) -> Callable[[Tensor], Tensor] | None:
+        """The gated product, if fusionrl has it and nothing is changed in it."""
+        config = self.config
+        product = next((ours for gate, ours in ACTIVATIONS.values() if gate is config.activation_func), None)
+        is_changed = config.activation_func_clamp_value is not None or config.glu_linear_offset != 0.0
+        is_fused = config.use_te_activation_func or config.bias_activation_fusion
+        return None if not config.gated_linear_unit or is_changed or is_fused or config.add_bias_linear else product

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.cpu import kernel_library, kernels
+from fusionrl.cpu import kernel_library, kernels, megatron_patches
 from fusionrl.cpu.row_functions import rms_norm, rotate
-from fusionrl.trainer.local_layers import swiglu
 
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = [(1, 5), (3, 7), (65, 32), (300, 128), (128, 576)]  # the last two are worth a second thread
@@ -27,6 +26,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def swiglu(both: Tensor) -> Tensor:
+    megatron_patches.install()
+    from fusionrl.trainer import local_layers  # Megatron, after the shims
+
+    return local_layers.swiglu(both)
 
 
 def _norm64(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -136,7 +136,7 @@ def custom_model_provider_path(
 
 
 def custom_spec_path(args: Any, config: Any, vp_stage: Any) -> Any:
-    from fusionrl.trainer.layers import local_block_spec
+    from fusionrl.trainer.local_layers import local_block_spec
 
     say(args, "custom_spec_path")
     return local_block_spec(config, vp_stage)

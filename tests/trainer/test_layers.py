@@ -16,7 +16,6 @@ from fusionrl.config.config import Config
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.trainers import TrainerPlan
-from fusionrl.trainer.local_layers import swiglu
 from fusionrl.trainer.settings import installed_impl, rank_device
 from tests.models.test_families import shape_of
 from tests.trainer.trainer_worker import config_of
@@ -31,7 +30,7 @@ def values_and_gradients(rank: ModelRank, changes: dict[str, object]) -> None:
     """Compare an MLP of the rank's model with Megatron's own forward pass."""
     from megatron.core.transformer.mlp import MLP
 
-    from fusionrl.trainer.layers import LocalMLP
+    from fusionrl.trainer.local_layers import LocalMLP
 
     (mlp, *_) = [m for chunk in rank.trained.chunks for m in chunk.modules() if isinstance(m, MLP)]
     assert type(mlp) is LocalMLP
@@ -55,6 +54,9 @@ def test_an_mlp_computes_what_megatrons_does(workers, hf, changes: dict[str, obj
 
 
 def test_without_a_kernel_the_gate_is_that_of_autograd() -> None:
+    megatron_patches.install()
+    from fusionrl.trainer.local_layers import swiglu
+
     both = torch.randn(5, 1, 12, dtype=torch.float64, requires_grad=True)
     gate, up = both.chunk(2, -1)
     torch.testing.assert_close(swiglu(both), F.silu(gate) * up)
@@ -64,12 +66,12 @@ def test_without_a_kernel_the_gate_is_that_of_autograd() -> None:
 def test_only_megatron_s_own_attention_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Transformer Engine's spec, too: another Megatron may put one of its own there, which computes otherwise."""
     megatron_patches.install()
-    from fusionrl.trainer import layers
+    from fusionrl.trainer import layer_traits, layers
 
     other = type("FusedAttention", (layers.MLASelfAttention,), {})
     transformer: Any = SimpleNamespace(transformer_impl="transformer_engine", q_lora_rank=None)
     monkeypatch.setattr(layers, "get_transformer_layer_offset", lambda *args, **kwargs: 0)
-    for module, wanted in ((layers.MLASelfAttention, layers.PlainQuery), (other, other)):
+    for module, wanted in ((layers.MLASelfAttention, layer_traits.PlainQuery), (other, other)):
         layer = SimpleNamespace(submodules=SimpleNamespace(self_attention=SimpleNamespace(module=module)))
         block = SimpleNamespace(layer_specs=[layer, layer])
         monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", lambda *args, block=block, **kwargs: block)
@@ -104,14 +106,14 @@ def test_norms_over_all_heads_are_no_part_of_the_spec() -> None:
     megatron_patches.install()
     from megatron.core.transformer.identity_op import IdentityOp
 
-    from fusionrl.trainer import layers
+    from fusionrl.trainer import layer_traits, layers, local_layers
 
-    spec = layers.get_gpt_layer_local_spec(qk_layernorm=False, normalization="RMSNorm")
+    spec = local_layers.get_gpt_layer_local_spec(qk_layernorm=False, normalization="RMSNorm")
     shape, transformer = shape_of("minimax_m2"), SimpleNamespace(transformer_impl="local", softmax_scale=None)
     fitted = layers.fitted_layer(spec, (shape.attention[0], shape.mlp[0]), transformer, shape)
     attention = fitted.submodules.self_attention
     assert {attention.submodules.q_layernorm, attention.submodules.k_layernorm} <= {None, IdentityOp}
-    assert issubclass(attention.module, layers.SelfAttention) and issubclass(attention.module, layers._WidthNorms)
+    assert issubclass(attention.module, layers.SelfAttention) and issubclass(attention.module, layer_traits.WidthNorms)
 
 
 PLAN = TrainerPlan(TrainerLayout(1), "cuda", "bf16", 1, None, {}, None)

@@ -39,9 +39,9 @@ def _shape(name: str) -> ModelShape:
 
 def yarn_frequencies(shape: ModelShape, yarn: Yarn) -> torch.Tensor:
     megatron_patches.install()
-    from fusionrl.trainer import layers  # Megatron, after the shims
+    from fusionrl.trainer import layer_traits  # Megatron, after the shims
 
-    return layers.yarn_frequencies(yarn, shape.head_dim, shape.rope_theta)
+    return layer_traits.yarn_frequencies(yarn, shape.head_dim, shape.rope_theta)
 
 
 def _yarn(shape: ModelShape) -> Yarn:

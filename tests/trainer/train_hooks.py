@@ -178,7 +178,7 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
 
 def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
     """Slime's --spec: the layers, from the flags and Megatron's configuration."""
-    from fusionrl.trainer.layers import local_block_spec
+    from fusionrl.trainer.local_layers import local_block_spec
 
     assert (args is None or args.lr >= 0) and config.num_layers > 0
     return local_block_spec(config, vp_stage)

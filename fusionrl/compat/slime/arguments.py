@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from fusionrl.compat.slime.flags import TABLE, as_text, flag_groups, name_of
 from fusionrl.config import upstream_flags as upstream
-from fusionrl.config.fields import FIELDS, inner_type, switches
+from fusionrl.config.config import FIELDS, inner_type, switches
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.parser import switch_spellings
 from fusionrl.config.passed_flags import empty_passthrough, parse_extra
-from fusionrl.config.switches import switch_spellings
 
 OPEN, CLOSE = "\ue000", "\ue001"
 # While the script runs, punctuation within a part is moved here, so that a shell that reads it again leaves it alone.
