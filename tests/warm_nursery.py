@@ -25,8 +25,7 @@ from fusionrl.base.nursery import Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process import ROOM
 from fusionrl.config.config import Config
-from fusionrl.runtime.early_start import EARLY_LINE, start_nursery
-from fusionrl.runtime.nursery_order import engine_branch
+from fusionrl.runtime.early_start import EARLY_LINE, engine_branch, start_nursery
 from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, driver_branch, warm_order
 
 # Of `make_tiny_qwen3`, of models with experts, and of `make_classifier`; then of families whose engines tests start.

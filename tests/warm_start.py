@@ -48,7 +48,7 @@ _LISTENER = 3  # after standard input, output and error
 
 def warm_order(config: Config, folder: Path, key: str, free: Sequence[str] = ()) -> Order:
     """Order a nursery of whose branches those of runs like this one are forks. `free`: see `warm_branch`."""
-    from fusionrl.runtime.nursery_order import make_order  # with what reads a model's configuration
+    from fusionrl.runtime.early_start import make_order  # with what reads a model's configuration
 
     order = make_order(config, folder, key)
     return replace(order, branches=[warm_branch(branch, free) for branch in order.branches])
@@ -171,7 +171,7 @@ DRIVER = "driver"
 
 def driver_branch(folder: Path, free: Sequence[str]) -> Branch:
     """A branch whose forks are `fusionrl train`: a driver's imports take a core two seconds."""
-    modules = ["fusionrl.cli.resolve", "fusionrl.cli.plan", "fusionrl.runtime.run", "fusionrl.runtime.ray_imports"]
+    modules = ["fusionrl.cli.resolve", "fusionrl.cli.plan", "fusionrl.runtime.run", "fusionrl.runtime.worker_imports"]
     modules += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
     # Variables of devices and threads, which a nursery gets and a driver does not.
     others = ["CUDA_VISIBLE_DEVICES", "MKL_CBWR", "OPENBLAS_NUM_THREADS", "PYTHONPATH"]

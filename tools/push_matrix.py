@@ -34,9 +34,8 @@ from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
 from fusionrl.plan.push import EngineTarget
-from fusionrl.runtime.actor_process import ProcessSettings
+from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
-from fusionrl.runtime.engine_worker import EngineWorker
 from fusionrl.runtime.ray_cluster import actor_on, start_ray
 from fusionrl.runtime.worker_actors import PolicyWorker
 from fusionrl.weights.push import push_by_disk, push_weights

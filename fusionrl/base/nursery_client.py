@@ -20,6 +20,8 @@ PID_FILE = "nursery.pid"
 """In the folder of the sockets, until they are there: the process that makes them."""
 FOLDER_VARIABLE = "FUSIONRL_NURSERY"
 """The folder with the sockets of the run's nursery."""
+WORKER_SOCKET = "worker"
+"""The socket of the branch of Ray's workers, in that folder."""
 
 
 def ask(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fusionrl.checks.doctor.examine import Examined
     from fusionrl.checks.doctor.findings import Finding
-    from fusionrl.runtime.node_actors import NodeActors
+    from fusionrl.runtime.ray_cluster import NodeActors
 
 
 def cluster_findings(examined: Examined) -> list[Finding]:
@@ -33,7 +33,7 @@ def cluster_findings(examined: Examined) -> list[Finding]:
         look_findings,
         reach_findings,
     )
-    from fusionrl.runtime.node_actors import NodeActors
+    from fusionrl.runtime.ray_cluster import NodeActors
 
     address, allow_open = config.cluster.ray_address, config.cluster.allow_open_ray
     try:

@@ -77,7 +77,7 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         raise CommandLineError(errors)
     errors = profile_plan_errors(config, plan) or trainer_errors(config, plan)
     if config.run.resume and not errors:
-        from fusionrl.runtime.resume_checks import resume_errors
+        from fusionrl.runtime.checkpoints import resume_errors
 
         errors = resume_errors(config, plan)
     if errors:
@@ -90,7 +90,7 @@ def resume_lines(config: Config, plan: Plan) -> list[str]:
     former = last_config(Path(config.run.run_dir)) if config.run.resume and config.run.run_dir else None
     if former is None:
         return []
-    from fusionrl.runtime.resume_checks import nothing_left
+    from fusionrl.runtime.checkpoints import nothing_left
 
     end = nothing_left(config, plan)
     lines = difference_lines(former, config, None if end else plan.num_optimizer_steps)

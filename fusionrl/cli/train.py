@@ -156,8 +156,7 @@ def debug(error: BaseException) -> None:
 
 def explain(error: BaseException) -> tuple[int, str]:
     """Return exit code and message of the error that ended a run: the cause that Ray has wrapped."""
-    from fusionrl.runtime.ray_cluster import root_cause
-    from fusionrl.runtime.supervisor import Terminated
+    from fusionrl.runtime.supervisor import Terminated, root_cause
 
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"

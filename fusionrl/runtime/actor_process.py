@@ -1,6 +1,7 @@
-"""The process of an actor: its settings, log, clock and hardware.
+"""The process of an actor: its settings, log, clock and hardware; and that of an engine's actor, `EngineWorker`.
 
-Everything a process prints, C++ libraries included, lands in the actor's log file in the run's folder.
+Everything a process prints, C++ libraries included, lands in the actor's log file in the run's folder. An engine's
+actor imports nothing of the Buffer and the trainers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from fusionrl.base.environment import take_secrets
 from fusionrl.base.process import answer_with_stacks, raise_open_files
 from fusionrl.base.sockets import collective_interfaces
+from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.observe.hardware import Device, Meter, bind_near, open_nvml, peak_bytes, resident_bytes
 from fusionrl.observe.logs import setup_logging, write_whole_lines
 from fusionrl.observe.spans import clock, count, record_beside
@@ -130,3 +132,34 @@ def memory_of_torch(ordinal: int) -> dict[str, float]:
     }
     torch.cuda.reset_peak_memory_stats(ordinal)
     return peaks
+
+
+class EngineWorker(ActorProcess, EngineActor):
+    """An engine's actor process."""
+
+    def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings) -> None:
+        settings.apply()
+        log_to(log, spec.log_name.removesuffix(".log"))
+        self._binds = settings.numa_affinity
+        super().__init__(spec)
+
+    def start(self) -> str:
+        """Start the server on CPUs near its GPUs: it inherits those of this thread."""
+        self.open_hardware()
+        return super().start()
+
+    def open_hardware(self) -> None:
+        """Find the devices, and take CPUs near them."""
+        if self._hardware is None:
+            ordinals = self.spec.gpu_ids if self.spec.device == "cuda" else ()
+            self._hardware = ProcessHardware(ordinals, binds=self._binds)
+
+    def hardware(self) -> dict[str, float]:
+        """Return the numbers of its devices since the last call, and the host memory of its server."""
+        if self._hardware is None or self._server is None:
+            return {}
+        numbers = self._hardware.take()
+        numbers.pop(HOST_PEAK)  # of this process; the server's is its own
+        return record_host_memory(
+            numbers | {HOST: numbers[HOST] + resident_bytes(self._server.pid, with_children=True)}
+        )

@@ -15,8 +15,7 @@ from fusionrl.buffer.collect import EngineEndpoints
 from fusionrl.buffer.evaluation import MixedVersions
 from fusionrl.config.user_code import HookError
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.ray_cluster import root_cause
-from fusionrl.runtime.supervisor import Supervisor
+from fusionrl.runtime.supervisor import Supervisor, root_cause
 from fusionrl.weights.remote_calls import get, wait
 
 logger = logging.getLogger(__name__)

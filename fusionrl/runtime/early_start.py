@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from fusionrl.base.environment import MKL_MODE, child_environment
-from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE
+from fusionrl.base.nursery_client import FOLDER_VARIABLE, PID_FILE, WORKER_SOCKET
 from fusionrl.base.process import ROOM
-from fusionrl.base.sockets import socket_folder
+from fusionrl.base.sockets import LOOPBACK, socket_folder
 from fusionrl.runtime.guard import Guard
 
 if TYPE_CHECKING:
-    from fusionrl.base.nursery import Order
+    from fusionrl.base.nursery import Branch, Order
     from fusionrl.config.config import Config
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ EARLY_LINE = b'["torch"]\n'
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _NO_NURSERY = ("-h", "--help", "--dry-run", "--in-process", "--ray-address")
 """Flags of commands that have none."""
+_ACTORS = ("fusionrl.runtime.actor_process", "fusionrl.runtime.worker_actors")
 _MAX_TMPDIR_BYTES = 24  # of the 107 of a socket's path
 
 
@@ -95,8 +96,6 @@ class EarlyStart:
             logger.debug("the nursery does not start: %s", error)
 
     def _order(self, config: Config) -> None:
-        from fusionrl.runtime.nursery_order import make_order  # with what reads a model's configuration
-
         assert self.folder is not None
         try:
             order = make_order(config, self.folder, CLUSTER_TOKEN)
@@ -180,3 +179,66 @@ def make_private_folder() -> Path:
     for name in ("ray", "stores"):
         (folder / name).mkdir(mode=0o700)
     return folder
+
+
+# What the nursery imports and forks. These functions import what reads flags.
+def make_order(config: Config, folder: Path, key: str) -> Order:
+    """Order what the nursery of a run is to import and to fork. `key`: of those who may ask for a fork."""
+    from fusionrl.base.nursery import Branch, Order
+    from fusionrl.config.eval_sets import sees_images
+    from fusionrl.config.run_parts import uses_engines, uses_trainers
+
+    branches = []
+    if uses_engines(config) and config.model.hf_checkpoint is not None:
+        branches.append(engine_branch(config.model.hf_checkpoint, folder, sees=sees_images(config)))
+    megatron = ["fusionrl.cpu.early_imports"] if uses_trainers(config) else []
+    client = ["aiohttp"] if uses_engines(config) else []  # of engines; imported by their first request elsewhere
+    worker = Branch(
+        str(folder / WORKER_SOCKET),
+        [
+            "fusionrl.runtime.actor_process",
+            "fusionrl.runtime.worker_actors",
+            *megatron,
+            *client,
+            "fusionrl.runtime.worker_imports",
+        ],
+        "fusionrl.runtime.worker_fork:main",  # with it Ray, which keeps its variables
+        late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
+    )
+    return Order(key, [*branches, worker])
+
+
+def engine_branch(model_path: str, folder: Path, *, sees: bool = False) -> Branch:
+    """Of the policy's engines; `sees`: they are asked about images.
+
+    An engine of another model imports other files of SGLang, and is started in the usual way.
+    """
+    from fusionrl.base.nursery import Branch
+    from fusionrl.engines import forked_server
+    from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
+    from fusionrl.engines.spec import EngineSpec, server_environment
+
+    spec = EngineSpec(
+        index=0,
+        model_path=model_path,
+        device="cpu",
+        dtype="float32",
+        tp_size=1,
+        gpu_ids=(),
+        host=LOOPBACK,
+        api_key=None,
+        log_dir="",
+        seed=0,
+        images=ImageSettings(trains_tower=True) if sees else None,
+    )
+    environment = {name: value for name, value in server_environment(spec).items() if os.environ.get(name) != value}
+    environment.pop("PYTHONPATH", None)
+    return Branch(
+        str(folder / forked_server.SOCKET),
+        ["fusionrl.engines.server_imports"],
+        "fusionrl.engines.forked_server:mind_server",
+        environment,
+        kept=["SGLANG_", "HF_", "TRANSFORMERS_", "TORCHDYNAMO_", "THP_"],
+        # Each rank reads the first when it begins, and servers the others.
+        free=["SGLANG_CPU_OMP_THREADS_BIND", CACHE_VARIABLE, KEEP_IDS_VARIABLE],
+    )

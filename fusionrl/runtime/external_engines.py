@@ -36,7 +36,7 @@ from fusionrl.runtime.actor_process import ProcessSettings, log_to
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES, policy_server_args
 from fusionrl.runtime.launcher import Launcher
-from fusionrl.runtime.ray_cluster import root_cause
+from fusionrl.runtime.supervisor import root_cause
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,15 @@
-"""`Launcher`: Ray, the devices, and the processes of one run, from start to end. Nothing of it outlives its `close`."""
+"""`Launcher`: Ray, the devices, and the processes of one run, from start to end. Nothing of it outlives its `close`.
+
+`LocalLauncher` (--in-process) has the actors in this process; engines' servers and the router are children.
+"""
 
 import logging
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import ray
@@ -23,7 +28,8 @@ from fusionrl.base.environment import (
 )
 from fusionrl.base.imports import without_collections
 from fusionrl.base.process import raise_open_files
-from fusionrl.base.sockets import LOOPBACK
+from fusionrl.base.sockets import LOOPBACK, collective_interfaces
+from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.config.run import PROFILES, ProfileOrder, nsys_options
 from fusionrl.engines.router import Router
@@ -33,14 +39,13 @@ from fusionrl.plan.devices import refuse_slices, shared_settings
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trainers import Role, auxiliary_config
 from fusionrl.runtime.actor_process import ProcessSettings
-from fusionrl.runtime.actor_registry import ActorRegistry
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_specs import EngineRole, engine_specs
-from fusionrl.runtime.engine_worker import EngineWorker
 from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
-from fusionrl.runtime.ray_cluster import LEAVE_DEVICES, Bundle, actor_on, is_alone, is_running, place_devices, start_ray
+from fusionrl.runtime.ray_cluster import LEAVE_DEVICES, Bundle, actor_on, is_alone, place_devices, start_ray
+from fusionrl.runtime.supervisor import ActorRegistry, is_running
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS, BufferWorker
-from fusionrl.weights.remote_calls import get
+from fusionrl.weights.remote_calls import LocalActor, end, get, put
 
 logger = logging.getLogger(__name__)
 
@@ -313,3 +318,59 @@ def actor_environment(
         return env | {"CUDA_VISIBLE_DEVICES": ""}  # a GPU that the machine has, but the run does not use
     env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return env | (shared_settings(server_args, environ) if plan.transport == "broadcast" else {})
+
+
+_ENGINE_THREADS = 8  # as the Ray actor of an engine answers so many calls at once
+
+
+class LocalLauncher(Launcher):
+    """Makes local actors instead of Ray actors. They write to the driver's log."""
+
+    _is_running = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_running
+
+    def start(self, on_ray: Callable[[], None] = lambda: None) -> None:
+        """Take over the environment that actors have under Ray; there is nothing else to start."""
+        plan = self._plan
+        raise_open_files()
+        self._early_start.begin(self._config, plan.device)
+        self._inherits = False  # `_env` is for this process
+        self._is_running = True
+        os.environ.update(self._env())
+        os.environ.update(collective_interfaces(LOOPBACK, os.environ))
+        os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
+        os.environ.setdefault(*MKL_MODE)
+        if plan.layout is not None:
+            # Here, for where the threads of trainer and Buffer import it at once, one may find sympy half imported.
+            import_module("torch.fx.experimental.symbolic_shapes")
+        visible = os.environ.get(VARIABLE)
+        for number in range(plan.num_bundles):
+            gpu = Gpu(number, number) if plan.device == "cpu" else nth(visible, number)
+            self.bundles.append(Bundle(number, number, socket.gethostname(), LOOPBACK, gpu))
+
+    def make_engine(self, role: EngineRole, index: int) -> ActorHandle:
+        _, (spec,) = self._engine_specs(role, index)
+        return self._add(spec.name, LocalActor(lambda: EngineActor(spec), spec.name, _ENGINE_THREADS))
+
+    def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
+        (number,) = bundles  # the checks refuse more than one rank
+        bundle, worker = self.bundles[number], TRAINER_WORKERS[role]
+        arguments = (config, self._plan, 0, str(self.run_dir), bundle.gpu.ordinal, LOOPBACK, None)
+        return [self._add("trainer rank 0", LocalActor(lambda: worker(*arguments), "trainer"))]
+
+    def make_buffer(self) -> ActorHandle:
+        arguments = (self._config, self._plan, str(self.run_dir), self._attempt, put)
+        return self._add("the Buffer", LocalActor(lambda: BufferActor(*arguments), "buffer"))
+
+    def _add(self, name: str, actor: LocalActor) -> ActorHandle:
+        self.registry.add(name, actor, Path(self._log("driver")))
+        return actor
+
+    def _end_ray(self) -> None:
+        self._is_running = False
+        for member in self.registry:
+            if isinstance(member.handle, LocalActor):
+                end(member.handle)

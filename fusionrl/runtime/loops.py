@@ -3,13 +3,22 @@
 `Step` times, records and saves. A loop states the order.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Self
+
+from fusionrl.buffer.actor import Rollout
 from fusionrl.buffer.evaluation import eval_table
 from fusionrl.config.config import Config
+from fusionrl.config.run_parts import uses_engines
+from fusionrl.observe.spans import phase
 from fusionrl.pipeline.knobs import IN_TURN
+from fusionrl.plan.flops import Work
 from fusionrl.runtime.run_context import Run
-from fusionrl.runtime.step import steps
+from fusionrl.runtime.supervisor import Terminated
 
 Loop = Callable[[Run], None]
 
@@ -124,3 +133,121 @@ def choose_loop(config: Config) -> Loop:
     if config.run.mode == "rl":
         return on_policy if config.run.pipeline == IN_TURN else streamed
     return MODES[config.run.mode]
+
+
+def steps(run: Run, saves: bool = True) -> Iterator[Step]:
+    """The steps of a run that are left. `saves`: checkpoints are written after them, as the flags say."""
+    for rollout_id in range(run.first_rollout, run.plan.num_rollout):
+        yield Step(run, rollout_id, saves)
+
+
+class Step:
+    """A context manager. Its end records the step, saves a checkpoint if one is due, and obeys a stop request.
+
+    A stop request that comes between the training and the end skips what is left, but not the record and the
+    checkpoint: a resume continues after this step. After an error `rescue` writes both.
+    """
+
+    def __init__(self, run: Run, rollout_id: int, saves: bool) -> None:
+        self._run, self.rollout_id, self._saves = run, rollout_id, saves
+        self.number = rollout_id + 1
+        """Steps that are finished with this one; the version of the weights after it."""
+        self.values: dict[str, float] = {}
+        self._is_trained = False
+        self._work = Work()  # of what was trained
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        self._spans = ExitStack()
+        self._spans.enter_context(phase("step", step=self.number))
+        self._run.actors.profiling.begin(self.number)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        # A stop or an error may come before `measure`.
+        self.values.setdefault("perf/step_time_s", time.perf_counter() - self._start)
+        with self._spans:
+            if self._is_trained:
+                self._run.unrecorded = self.number, self.values
+            if error is not None and not (self._is_trained and isinstance(error, Terminated)):
+                return
+            self._run.actors.profiling.end(self.number)
+            reporter = self._run.reporter
+            with phase("record", step=self.number):
+                self._run.actors.clocks.measure()
+                self.values |= self._run.actors.hardware.measure(self.values, self._work)
+                reporter.record(self.number, self.values)
+            self._run.unrecorded = None
+            if self._saves:
+                self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
+            if error is None:
+                self._run.background_eval.collect()
+                self._run.stop.check()
+
+    def generate(self) -> Rollout:
+        """Start the rollout and wait for it."""
+        with phase("generate", step=self.number):
+            rollout = self._run.wait_rollout(self._run.start_rollout(self.rollout_id))
+        self.values |= rollout.metrics
+        return rollout
+
+    def fetch(self) -> Rollout:
+        """Wait for the next rollout of the stream."""
+        run = self._run
+        with phase("fetch", step=self.number):
+            rollout = run.wait_rollout(run.actors.buffer.stream.next_rollout(self.rollout_id))
+        self.values |= rollout.metrics
+        return rollout
+
+    def train(self, rollout: Rollout) -> None:
+        """Train on the rollout, as a whole.
+
+        Raises Terminated if SIGTERM came meanwhile; RuntimeError if an engine died meanwhile.
+        """
+        self._work = rollout.work
+        self.values |= self._run.train(rollout)
+        self._is_trained = True
+        with phase("measure", step=self.number):
+            self._run.actors.hardware.begin()
+        self._run.stop.check()
+        self._run.actors.check_engines(False)
+
+    def push(self) -> None:
+        """Bring the new weights to the engines."""
+        self.values |= self._run.free_eval_engines(self.number) | self._run.push(self.number)
+
+    def push_if_due(self) -> None:
+        """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
+        run = self._run
+        self.values |= run.free_eval_engines(self.number)  # generation continues meanwhile
+        stream, start = run.actors.buffer.stream, time.perf_counter()
+        with phase("drain"):
+            is_due = stream.trained()
+        if is_due:
+            self.values["perf/time_drain_s"] = time.perf_counter() - start
+            self.values |= run.push(self.number)
+            with phase("resume stream"):
+                run.make_room_for_engines()
+                stream.pushed(self.number)
+        elif self.number == run.plan.num_rollout:
+            self.values |= run.push(self.number)  # nothing is in flight any more; an evaluation comes
+
+    def measure(self, tokens: str) -> None:
+        """Note the time since the step began; throughput counts the metric `tokens`."""
+        self.values["perf/step_time_s"] = time.perf_counter() - self._start
+        self.values["perf/tokens_per_s"] = self.values[tokens] / self.values["perf/step_time_s"]
+        self.values |= idle_shares(self.values, uses_engines(self._run.config))
+
+
+def idle_shares(values: Mapping[str, float], has_engines: bool) -> dict[str, float]:
+    """Return the shares of a step in which trainers, or engines, had nothing to do; from the times of the step's row.
+
+    A stream reports the engines' share itself.
+    """
+    step, shares = values["perf/step_time_s"], {}
+    if "perf/time_train_s" in values:
+        busy = values["perf/time_train_s"] + values.get("perf/time_sync_s", 0.0)
+        shares["perf/trainers_idle"] = max(0.0, 1.0 - busy / step)
+    if has_engines and "perf/engines_idle" not in values and "perf/time_generate_s" in values:
+        shares["perf/engines_idle"] = max(0.0, 1.0 - values["perf/time_generate_s"] / step)
+    return shares

@@ -14,8 +14,7 @@ from ray.actor import ActorHandle
 
 from fusionrl.engines.engine import EnginePart, EngineSpec, Files
 from fusionrl.engines.process import ChildProcess
-from fusionrl.runtime.actor_process import ProcessSettings
-from fusionrl.runtime.engine_worker import EngineWorker
+from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 
 logger = logging.getLogger(__name__)
 

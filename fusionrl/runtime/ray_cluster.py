@@ -1,4 +1,7 @@
-"""Ray: start a local cluster or join one, and place devices (bundles) on it."""
+"""Ray: start a local cluster or join one, place devices (bundles) on it, and put an object on each of its nodes.
+
+A local cluster has only those of Ray's processes that a run uses, in groups of their own (`only_what_is_used`).
+"""
 
 import logging
 import os
@@ -6,24 +9,25 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import ray
-from ray._private import ray_constants
+from ray import _raylet as raylet
+from ray._private import ray_constants, services, workers
+from ray._private.node import Node as RayNode
 from ray._private.services import canonicalize_bootstrap_address
-from ray.actor import ActorClass
+from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from fusionrl.base.pending_calls import waiting
 from fusionrl.base.sockets import LOOPBACK
 from fusionrl.plan.devices import VARIABLE, Gpu, countable, locate
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
-from fusionrl.runtime.ray_processes import only_what_is_used
-from fusionrl.weights.remote_calls import Reference, get, wait
 
 T = TypeVar("T")
 
@@ -249,32 +253,147 @@ def actor_on(
     return ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=0, **options)
 
 
-FAILURES = (RuntimeError, OSError, ray.exceptions.RayError)
-"""Errors that may be the consequence of a process that died."""
+_raylet: types.ModuleType = raylet  # compiled, without annotations
+_UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Starters of the autoscaler, of what prints actors' output in the driver, and of the dashboard's server."""
+_DASHBOARD_AGENT, _RUNTIME_ENV_AGENT = "--dashboard_agent_command", "--runtime_env_agent_command"
+_PROGRAM = ("-I", "-S", str(Path(__file__).with_name("ray_programs.py")))
+_SLEEPER = (sys.executable, *_PROGRAM, "agent")
+_WORKER, _WORKER_PROGRAM = "--python_worker_command", str(Path(workers.__path__[0], "default_worker.py"))
+_STARTER = (*_PROGRAM, "worker")
+_SETUP_PROGRAM, _SETUP = "setup_worker.py", str(Path(__file__).with_name("ray_setup_worker.py"))
+_AGENT_PORTS = (
+    _raylet.METRICS_AGENT_PORT_NAME,
+    _raylet.METRICS_EXPORT_PORT_NAME,
+    _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+)
+_NO_PORT = -1  # what Ray's own agent says where the packages of a dashboard are not installed
 
 
-def is_running() -> bool:
-    return bool(ray.is_initialized())
+@contextmanager
+def only_what_is_used(dashboard: bool) -> Iterator[None]:
+    """Start Ray within it: in process groups of its own, and without the processes that a run does not use.
 
+    `timeout`, a shell or a scheduler sends SIGTERM to the command's whole group. The command then ends Ray; if
+    Ray were dead by then, each of the command's calls would wait for a minute.
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error that an actor's method raised, without its Ray wrapper."""
-    cause = getattr(error, "cause", None)
-    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
-        return cause
-    return error
-
-
-def gather(refs: Sequence[Reference[T]], check: Callable[[], None] = lambda: None, interval_s: float = 1.0) -> list[T]:
-    """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
-
-    `check` is called about once in `interval_s` seconds while calls are under way, and may raise to end the wait.
+    The cluster has one node and actors write their own logs, so without a dashboard three of its processes, and two
+    agents of a raylet, cost 4 s of a core for nothing. Ray has no options for it. One agent makes the environments of
+    `runtime_env`; the run's actors have none, and for a user's function a sleeper listens and becomes that agent.
     """
-    pending = list(refs)
-    with waiting(lambda: pending):
-        while pending:
-            done, pending = wait(pending, num_returns=1, timeout=interval_s)
-            get(done)
-            if pending:
-                check()
-    return get(list(refs))
+    popen, start_raylet = services.ConsolePopen, RayNode.start_raylet
+
+    def start(command: Sequence[str], *args: object, **options: object) -> subprocess.Popen[bytes]:
+        command = [_sleeper(word, dashboard) for word in command]
+        return popen(command, *args, process_group=0, **options)
+
+    def start_without_ports(node: RayNode, *args: object, **options: object) -> None:
+        for name in _AGENT_PORTS:
+            _raylet.persist_port(node.get_session_dir_path(), node._node_id, name, _NO_PORT)
+        start_raylet(node, *args, **options)
+
+    unused: dict[str, Callable[..., None]] = {}
+    if not dashboard:
+        unused = {name: lambda node, **options: None for name in _UNUSED if hasattr(RayNode, name)}
+        unused["start_raylet"] = start_without_ports
+    originals = {name: getattr(RayNode, name) for name in unused}
+    services.ConsolePopen = start
+    for name, function in unused.items():
+        setattr(RayNode, name, function)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+        for name, function in originals.items():
+            setattr(RayNode, name, function)
+
+
+def _sleeper(word: str, dashboard: bool) -> str:
+    """Return a word of a raylet's command, with a sleeper for an agent, and workers that may be forks."""
+    flag, _, program = word.partition("=")
+    if flag == _WORKER:  # with an environment of its own, a worker is started by the second program
+        word = word.replace(str(Path(_WORKER_PROGRAM).with_name(_SETUP_PROGRAM)), _SETUP)
+        return word.replace(_WORKER_PROGRAM, f"{subprocess.list2cmdline(_STARTER)} {_WORKER_PROGRAM}")
+    if flag == _RUNTIME_ENV_AGENT:
+        return f"{flag}={subprocess.list2cmdline([*_SLEEPER, _raylet.RUNTIME_ENV_AGENT_PORT_NAME])} {program}"
+    if flag == _DASHBOARD_AGENT and not dashboard:
+        return f"{flag}={subprocess.list2cmdline(_SLEEPER)}"
+    return word
+
+
+_ANSWER_S = 120.0  # a node's first worker starts Python and imports packages, maybe from a slow disk
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a cluster.
+
+    name         its address, and with the start of its Ray id where several nodes share an address
+    is_own       this process is on it
+    num_devices  that Ray counts
+    """
+
+    name: str
+    address: str
+    is_own: bool
+    num_devices: int
+
+
+class NodeActors:
+    """A context manager: joins the cluster and puts an object on each node; leaving it ends them and leaves."""
+
+    def __init__(self, kind: type, device: str, address: str, *, allow_open: bool) -> None:
+        """`kind` is the objects' class, made without arguments. `device`: "cpu" or "cuda".
+
+        `address` and `allow_open` are those of `start_ray`.
+        """
+        self._kind, self._device, self._address, self._allow_open = kind, device, address, allow_open
+        self.nodes: list[Node] = []
+        """The nodes that `ask` calls; callers may remove those that do not answer."""
+        self._handles: dict[str, ActorHandle] = {}
+
+    def __enter__(self) -> Self:
+        """Raise ValueError if the cluster cannot be joined."""
+        start_ray(self._device, 0, address=self._address, dashboard=False, allow_open=self._allow_open)
+        try:
+            self._spread()
+        except BaseException:
+            ray.shutdown()
+            raise
+        return self
+
+    def _spread(self) -> None:
+        living = [node for node in ray.nodes() if node["Alive"]]
+        shared = Counter(node["NodeManagerAddress"] for node in living)
+        own_node = ray.get_runtime_context().get_node_id()
+        resource = "GPU" if self._device == "cuda" else CPU_DEVICE_RESOURCE
+        for node in sorted(living, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
+            identity, address = node["NodeID"], node["NodeManagerAddress"]
+            name = address if shared[address] == 1 else f"{address} ({identity[:6]})"
+            self.nodes.append(Node(name, address, identity == own_node, int(node["Resources"].get(resource, 0))))
+            place = NodeAffinitySchedulingStrategy(identity, soft=False)
+            options = {"num_cpus": 0, "num_gpus": 0, "max_restarts": 0, "scheduling_strategy": place}
+            self._handles[name] = ray.remote(self._kind).options(**options).remote()
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    def ask(self, method: str, *arguments: object) -> Mapping[str, object]:
+        """Call a method on all of `nodes` at once; name → answer, or the error in its place."""
+        return self.ask_each(method, dict.fromkeys([node.name for node in self.nodes], arguments))
+
+    def ask_each(self, method: str, arguments: Mapping[str, Sequence[object]]) -> Mapping[str, object]:
+        """Call a method on some nodes at once: name → its arguments; name → answer, or the error in its place."""
+        calls = {name: getattr(self._handles[name], method).remote(*values) for name, values in arguments.items()}
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
+        return {name: _answer(reference) for name, reference in calls.items()}
+
+
+def _answer(reference: ray.ObjectRef) -> object:
+    try:
+        return ray.get(reference, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return TimeoutError(f"no answer within {_ANSWER_S:.0f} s")
+    except ray.exceptions.RayError as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return RuntimeError(lines[-1].strip())

@@ -1,7 +1,7 @@
 """Start a Ray worker with its own environment: `python ray_setup_worker.py STARTER... WORKER.py ...`.
 
 It replaces Ray's `setup_worker.py` for workers with a `runtime_env`, which are never forks of the run's nursery: this
-drops the arguments of `worker_starter.py` and runs Ray's own program. A raylet knows it by the end of its name.
+drops the arguments of `ray_programs.py` and runs Ray's own program. A raylet knows it by the end of its name.
 """
 
 import os
@@ -10,8 +10,8 @@ import sys
 
 
 def without_starter(arguments: list[str]) -> list[str]:
-    names = [os.path.basename(word) for word in arguments[:3]]
-    return arguments[3:] if names == ["-I", "-S", "worker_starter.py"] else arguments
+    names = [os.path.basename(word) for word in arguments[:4]]
+    return arguments[4:] if names == ["-I", "-S", "ray_programs.py", "worker"] else arguments
 
 
 if __name__ == "__main__":

@@ -16,19 +16,14 @@ from fusionrl.observe.run_dir import engine_url
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.runtime.buffer_handle import BufferHandle
-from fusionrl.runtime.clock_offsets import ClockOffsets
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.external_engines import ExternalEngines
-from fusionrl.runtime.hardware import HardwareMetrics
-from fusionrl.runtime.launcher import Launcher
-from fusionrl.runtime.local_launcher import LocalLauncher
-from fusionrl.runtime.profiling import Profiling
-from fusionrl.runtime.progress_probes import ProgressProbes
-from fusionrl.runtime.ray_cluster import FAILURES, gather, is_running, root_cause
-from fusionrl.runtime.supervisor import StopSignal, Supervisor, Terminated
+from fusionrl.runtime.launcher import Launcher, LocalLauncher
+from fusionrl.runtime.supervisor import FAILURES, StopSignal, Supervisor, Terminated, gather, is_running, root_cause
+from fusionrl.runtime.telemetry import ClockOffsets, HardwareMetrics, Profiling
 from fusionrl.runtime.trainers import TrainerGroups
-from fusionrl.runtime.watchdog import Watchdog
+from fusionrl.runtime.watchdog import ProgressProbes, Watchdog
 from fusionrl.runtime.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)

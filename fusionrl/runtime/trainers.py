@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
-from fusionrl.runtime.ray_cluster import gather
+from fusionrl.runtime.supervisor import gather
 from fusionrl.weights.remote_calls import get
 
 Refs = Sequence[ray.ObjectRef]

@@ -17,16 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Self, TypeVar
 
-from fusionrl.base.pending_calls import waited_for
 from fusionrl.observe import spans
 from fusionrl.observe.stalls import FLOOR_S, EndedPhase, Frame, LatePhase, Phase, StallClock, look, seconds, stall_line
-from fusionrl.runtime.progress_probes import ProgressProbes
+from fusionrl.runtime.watchdog import ProgressProbes
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _WAKE_SIGNAL = signal.SIGRTMIN + 5  # to the driver's main thread; no other code sends it
-_HIDDEN = ("base/pending_calls.py", "runtime/watchdog.py", "observe/spans.py")
+_HIDDEN = ("weights/remote_calls.py", "runtime/watchdog.py", "observe/spans.py")
 
 
 class Stalled(RuntimeError):

@@ -15,7 +15,7 @@ from fusionrl.plan.trained_parts import adapter_folders, adapter_names, adapters
 from fusionrl.runtime.engine_pool import CACHES, EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES
 from fusionrl.runtime.external_engines import ExternalEngines
-from fusionrl.runtime.ray_cluster import root_cause
+from fusionrl.runtime.supervisor import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.weights.push import drop_files, push_adapters, push_by_disk, push_weights
 from fusionrl.weights.remote_calls import merge_loss, wait_all

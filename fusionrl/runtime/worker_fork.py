@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ray import _raylet as raylet
 
-import fusionrl.runtime.engine_worker
+import fusionrl.runtime.actor_process
 import fusionrl.runtime.worker_actors  # noqa: F401
 
 _raylet: types.ModuleType = raylet  # compiled, without annotations

@@ -12,19 +12,39 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Generic, NotRequired, Protocol, TypedDict, TypeVar, overload
 
-from fusionrl.base.pending_calls import waiting
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+_waits: list[Callable[[], Iterable[object]]] = []
+
+
+@contextmanager
+def waiting(pending: Callable[[], Iterable[object]]) -> Iterator[None]:
+    """Say within the block for whom this process waits. `pending` is called from any thread, and must not block."""
+    _waits.append(pending)
+    try:
+        yield
+    finally:
+        _waits.remove(pending)
+
+
+def waited_for() -> list[object]:
+    """Return the calls that the innermost wait of this process waits for; [] if it can name none."""
+    for pending in reversed(_waits.copy()):
+        if calls := list(pending()):
+            return calls
+    return []
+
 
 T = TypeVar("T")
 

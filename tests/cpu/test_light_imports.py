@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.runtime.nursery_order import engine_branch
+from fusionrl.runtime.early_start import engine_branch
 from tests.own_process import run_code
 
 _ABSENT = """

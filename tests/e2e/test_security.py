@@ -30,7 +30,7 @@ SHELL = {
     "AWS_SECRET_ACCESS_KEY": "awsstolen0123456789",
     "OPENAI_API_KEY": "sk-hook0123456789",
 }
-RAY_PROCESSES = r"^ray::|gcs_server|raylet|/ray/|runtime/ray_agent_stub\.py|tests\.warm_start train"
+RAY_PROCESSES = r"^ray::|gcs_server|raylet|/ray/|runtime/ray_programs\.py|tests\.warm_start train"
 KINDS = {
     r"gcs_server": "Ray: GCS",
     r"/raylet/raylet": "Ray: raylet",
@@ -134,7 +134,7 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
             f"listen and refuse: {gone}"
         )  # else workers of Ray's that ended meanwhile
         # Whoever asks the sleeper in the place of Ray's agent wakes the agent, which answers nobody without a key.
-        (sleeper,) = [one for one in gone if "ray_agent_stub" in one.command]
+        (sleeper,) = [one for one in gone if "ray_programs.py agent" in one.command]
         assert is_loopback(sleeper.address)
         launched.wait_for(lambda: bool(_on_port(pids, sleeper.port)))
         assert [what_a_stranger_gets(agent) for agent in _on_port(pids, sleeper.port)] == ["HTTP: 401"]

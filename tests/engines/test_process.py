@@ -30,7 +30,7 @@ from fusionrl.engines.process import (
     start_on_free_ports,
 )
 from fusionrl.engines.spec import EngineSpec, server_environment
-from fusionrl.runtime.nursery_order import engine_branch
+from fusionrl.runtime.early_start import engine_branch
 from fusionrl.sandbox.limits import MemoryCgroup, writable_parent
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.base.environment import extended_environment
-from fusionrl.base.nursery_client import FOLDER_VARIABLE
+from fusionrl.base.nursery_client import FOLDER_VARIABLE, WORKER_SOCKET
 
 
 @pytest.fixture(scope="package")
@@ -17,14 +17,13 @@ def shared_cluster() -> Iterator[subprocess.Popen[bytes]]:
     import ray
 
     from fusionrl.base.nursery import Branch, Order
-    from fusionrl.runtime import worker_starter
     from fusionrl.runtime.early_start import CLUSTER_TOKEN, make_private_folder, start_nursery
     from fusionrl.runtime.ray_cluster import start_ray
 
     folder = make_private_folder()
     branch = Branch(
-        str(Path(folder, worker_starter.SOCKET)),
-        ["fusionrl.runtime.engine_worker", "fusionrl.runtime.ray_imports", "pytest"],
+        str(Path(folder, WORKER_SOCKET)),
+        ["fusionrl.runtime.actor_process", "fusionrl.runtime.worker_imports", "pytest"],
         "tests.runtime.worker_birth:main",
         late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from fusionrl.runtime.recovery import Recovery
+from fusionrl.runtime.engine_pool import Recovery
 
 
 class Engine:

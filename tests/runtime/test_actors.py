@@ -15,10 +15,9 @@ from fusionrl.config.config import Config
 from fusionrl.plan.devices import CUMEM, NVLS
 from fusionrl.runtime import early_start, launcher
 from fusionrl.runtime.actor_process import ProcessSettings
-from fusionrl.runtime.actor_registry import ActorRegistry, Member
 from fusionrl.runtime.launcher import Launcher, actor_environment
 from fusionrl.runtime.run_actors import Actors
-from fusionrl.runtime.supervisor import Terminated
+from fusionrl.runtime.supervisor import ActorRegistry, Member, Terminated
 from tests.plan.test_plan import plan
 
 

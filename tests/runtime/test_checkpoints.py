@@ -14,9 +14,8 @@ import pytest
 from fusionrl.observe.metrics import STEP_TIME
 from fusionrl.runtime import loops
 from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints
-from fusionrl.runtime.run import rescue
+from fusionrl.runtime.run import Saver, rescue
 from fusionrl.runtime.run_context import Run
-from fusionrl.runtime.saver import Saver
 from fusionrl.runtime.supervisor import StopSignal
 from fusionrl.weights.remote_calls import put
 from tests.runtime.run_fakes import Cluster, Diary, run_of

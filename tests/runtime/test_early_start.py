@@ -18,9 +18,8 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.cli import train
 from fusionrl.config.config import Config
 from fusionrl.runtime import early_start as early_start_module
-from fusionrl.runtime.early_start import CLUSTER_TOKEN, EARLY_LINE, EarlyStart, make_private_folder
+from fusionrl.runtime.early_start import CLUSTER_TOKEN, EARLY_LINE, EarlyStart, make_order, make_private_folder
 from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
-from fusionrl.runtime.nursery_order import make_order
 from tests.own_process import assert_runs, wait_until
 
 
@@ -167,7 +166,7 @@ def test_a_folder_where_ray_has_no_sockets_is_not_used_and_the_log_says_why(
 
 
 # ------------------------------------------ what each process of a run imports before it does anything
-NURSERY = "fusionrl.runtime.engine_worker, fusionrl.runtime.worker_actors, fusionrl.runtime.ray_imports"
+NURSERY = "fusionrl.runtime.actor_process, fusionrl.runtime.worker_actors, fusionrl.runtime.worker_imports"
 LATE = "torch transformers megatron sglang matplotlib"
 
 
@@ -183,10 +182,10 @@ LATE = "torch transformers megatron sglang matplotlib"
         },
         {
             # An engine's actor needs nothing of Buffer and trainers.
-            "fusionrl.runtime.engine_worker": "fusionrl.buffer fusionrl.trainer fusionrl.config aiohttp",
+            "fusionrl.runtime.actor_process": "fusionrl.buffer fusionrl.trainer fusionrl.config aiohttp",
             # Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start.
             # Who sends engines nothing needs no client of theirs.
-            f"{NURSERY}, fusionrl.runtime.tokenizer_imports": "ray aiohttp",
+            f"{NURSERY}, fusionrl.runtime.worker_imports": "ray aiohttp",
         },
     ],
     ids=["a driver", "an engine"],
@@ -205,7 +204,7 @@ def test_ray_needs_what_is_imported_before_it() -> None:
         "import sys, ray, ray.actor, ray._private.node, ray._private.async_compat\n"
         "import ray._private.runtime_env.setup_hook\n"
         "found = set(sys.modules)\n"
-        "from fusionrl.runtime.ray_imports import NEEDS\n"
+        "from fusionrl.runtime.worker_imports import NEEDS\n"
         "assert not set(NEEDS) - found, set(NEEDS) - found\n"
     )
     assert_runs(code)
@@ -215,7 +214,7 @@ def test_ray_has_the_processes_that_are_left_out() -> None:
     """A version of Ray that calls them otherwise would start all of them, in silence."""
     from ray._private.node import Node
 
-    from fusionrl.runtime.ray_processes import _UNUSED, only_what_is_used
+    from fusionrl.runtime.ray_cluster import _UNUSED, only_what_is_used
 
     usual = {name: getattr(Node, name) for name in _UNUSED}
     with only_what_is_used(dashboard=False):

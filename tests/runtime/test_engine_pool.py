@@ -15,9 +15,8 @@ from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import ExternalEngineFacts
 from fusionrl.observe.run_dir import WANTED, add_wanted, read_states, remove_wanted
 from fusionrl.runtime import external_engines
-from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.engine_pool import MAX_STARTS, EnginePool
 from fusionrl.runtime.external_engines import ExternalEngines
-from fusionrl.runtime.recovery import MAX_STARTS
 from tests.runtime import fakes
 from tests.runtime.fakes import Router
 

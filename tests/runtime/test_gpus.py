@@ -20,9 +20,8 @@ from fusionrl.config.config import Config
 from fusionrl.plan.devices import Gpu
 from fusionrl.runtime import engine_pool, node_actors, ray_cluster
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.local_launcher import LocalLauncher
-from fusionrl.runtime.node_actors import NodeActors
-from fusionrl.runtime.ray_cluster import CPU_DEVICE_RESOURCE, start_ray
+from fusionrl.runtime.launcher import LocalLauncher
+from fusionrl.runtime.ray_cluster import CPU_DEVICE_RESOURCE, NodeActors, start_ray
 from tests.own_process import run_code
 from tests.plan.test_plan import plan as make_plan
 

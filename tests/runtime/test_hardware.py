@@ -13,9 +13,8 @@ from fusionrl.models.shape import read_model_shape, shape_from_hf_config
 from fusionrl.observe import spans
 from fusionrl.plan.costs import ImageCost, SequenceCost, Work, train_flops
 from fusionrl.runtime import clock_offsets, hardware
-from fusionrl.runtime.actor_registry import ActorRegistry
-from fusionrl.runtime.clock_offsets import ClockOffsets
-from fusionrl.runtime.hardware import HardwareMetrics, pooled
+from fusionrl.runtime.supervisor import ActorRegistry
+from fusionrl.runtime.telemetry import ClockOffsets, HardwareMetrics, pooled
 
 REPO = Path(__file__).parents[2]
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 << 30}

@@ -17,8 +17,7 @@ from fusionrl.observe import spans
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.runtime import loops
 from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, PendingRound
-from fusionrl.runtime.loops import on_policy, streamed
-from fusionrl.runtime.step import idle_shares
+from fusionrl.runtime.loops import idle_shares, on_policy, streamed
 from fusionrl.runtime.supervisor import StopSignal, Terminated
 from tests.runtime.run_fakes import Cluster, run_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.run import ProfileOrder
-from fusionrl.runtime.profiling import Profiling
+from fusionrl.runtime.telemetry import Profiling
 from fusionrl.weights.remote_calls import LocalActor
 
 

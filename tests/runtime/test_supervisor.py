@@ -18,14 +18,12 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from fusionrl.observe import spans
-from fusionrl.runtime.actor_registry import ActorDied, ActorRegistry
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.progress_probes import ProgressProbes, look_on
 from fusionrl.runtime.ray_cluster import place_devices
-from fusionrl.runtime.ray_imports import WHEN_IT_ANSWERS
-from fusionrl.runtime.supervisor import StopSignal, Supervisor, Terminated
-from fusionrl.runtime.watchdog import Watchdog
+from fusionrl.runtime.supervisor import ActorDied, ActorRegistry, StopSignal, Supervisor, Terminated
+from fusionrl.runtime.watchdog import ProgressProbes, Watchdog, look_on
+from fusionrl.runtime.worker_imports import WHEN_IT_ANSWERS
 from fusionrl.weights.remote_calls import get
 from tests.own_process import wait_until
 
@@ -243,7 +241,7 @@ def test_a_worker_with_an_environment_of_its_own_is_no_fork(tmp_path: Path) -> N
     The nursery's forks have imported already, and know no other folders. What they import for Ray, Ray imports.
     """
     raylet = psutil.Process(ray._private.worker._global_node.all_processes["raylet"][0].process.pid)
-    assert len([line for line in commands_under(raylet) if "ray_agent_stub" in line]) == 2
+    assert len([line for line in commands_under(raylet) if "ray_programs.py agent" in line]) == 2
     (tmp_path / "of_the_user.py").write_text("ANSWER = 42\n")
 
     def tell() -> tuple[Any, ...]:
@@ -276,7 +274,7 @@ def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(
     launcher: Any = SimpleNamespace(registry=registry)
     nothing: Any = None  # engines cannot be asked, and a user's function blocks the Buffer
     buffer: Any = SimpleNamespace(is_started=True, actor=worker)
-    monkeypatch.setattr("fusionrl.runtime.progress_probes._ANSWER_S", 0.1)
+    monkeypatch.setattr("fusionrl.runtime.watchdog._ANSWER_S", 0.1)
     probes = ProgressProbes(launcher, nothing, buffer)
     supervisor = Supervisor(lambda is_generating: None, StopSignal(), interval_s=0.1)
     spans.record_to(tmp_path, "driver", 1)

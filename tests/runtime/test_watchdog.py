@@ -13,11 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from fusionrl.base.pending_calls import waited_for, waiting
 from fusionrl.observe import spans
 from fusionrl.observe.stalls import EngineLoad, LatePhase
 from fusionrl.runtime import watchdog as watchdog_module
 from fusionrl.runtime.watchdog import Stalled, Watchdog
+from fusionrl.weights.remote_calls import waited_for, waiting
 from tests.own_process import wait_until
 
 

@@ -36,14 +36,17 @@ TICKS = os.sysconf("SC_CLK_TCK")
 # The first pattern that a command line matches names the process.
 KINDS = (
     (r"base\.nursery", "nursery"),
-    (r"cluster/guard", "guard"),
+    (r"runtime/guard", "guard"),
     (r"minder", "minders"),
-    (r"^ray::RuntimeEnvAgent|runtime_env/agent|^ray::DashboardAgent|dashboard/agent|agent_later", "Ray: agents"),
+    (
+        r"^ray::RuntimeEnvAgent|runtime_env/agent|^ray::DashboardAgent|dashboard/agent|ray_programs.py agent",
+        "Ray: agents",
+    ),
     (r"gcs_server|raylet/raylet|log_monitor|dashboard|autoscaler|monitor\.py", "Ray: GCS, raylet, others"),
     (r"BufferWorker|BufferActor", "Buffer"),
     (r"EngineWorker|EngineActor", "engine's actor"),
     (r"PolicyWorker|TrainerWorker|TrainerActor", "trainer"),
-    (r"^ray::|setup_worker|default_worker|worker_starter", "Ray: workers before they are actors"),
+    (r"^ray::|setup_worker|default_worker|ray_programs", "Ray: workers before they are actors"),
     (r"sglang::scheduler", "engine: scheduler"),
     (r"sglang::detokenizer", "engine: detokenizer"),
     (r"sglang::router|launch_router", "router"),

@@ -16,7 +16,7 @@ from fusionrl.checks.doctor.findings import Finding, fact, fault
 from fusionrl.checks.doctor.nodes import installed_versions
 from fusionrl.cli.doctor_nodes import cluster_findings
 from fusionrl.config.parser import read_args
-from fusionrl.runtime.node_actors import Node
+from fusionrl.runtime.ray_cluster import Node
 from tests.checks.doctor.test_machine import one
 
 VERSIONS: dict[str, str | None] = {"python": "3.11.7", "torch": "2.13.0", "ray": "2.60.0"}
@@ -156,7 +156,7 @@ def _findings(
     """Findings by check, and the questions to the nodes."""
     asked: list[str] = []
     cluster = nullcontext(_Nodes(asked, **answers))
-    monkeypatch.setattr("fusionrl.runtime.node_actors.NodeActors", lambda *_, **__: cluster)
+    monkeypatch.setattr("fusionrl.runtime.ray_cluster.NodeActors", lambda *_, **__: cluster)
     config, errors = read_args(["--ray-address", "10.0.0.1:6379", *flags])
     assert not errors
     return {one.check: one for one in cluster_findings(Examined(config, plan, (), (), "cpu"))}, asked

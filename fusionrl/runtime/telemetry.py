@@ -1,7 +1,7 @@
-"""`HardwareMetrics`: a step's numbers of the machines: memory, GPUs, throughput by device, and the share of their peak.
+"""What a run measures of its processes: hardware and speed of a step, profiles, and clocks of other machines.
 
-Trainers, engines and the Buffer are asked when the training of a step ends, and the answers are read at the end of the
-step. A process that does not answer within seconds is left out: the numbers never delay a run.
+Trainers, engines and the Buffer are asked for hardware numbers when the training of a step ends; the answers are read
+at its end. A process that is dead, or does not answer in time, is left out: a run neither waits nor fails for these.
 """
 
 import json
@@ -9,6 +9,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -24,7 +25,9 @@ from fusionrl.plan.plan import Plan
 from fusionrl.runtime.actor_process import HOST
 from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.engine_pool import EnginePool
+from fusionrl.runtime.supervisor import FAILURES, ActorRegistry
 from fusionrl.runtime.trainers import TrainerGroups
+from fusionrl.weights.remote_calls import Reference, get, wait
 
 logger = logging.getLogger(__name__)
 
@@ -161,3 +164,119 @@ def _name(process: psutil.Process) -> str:
         return str(process.name())
     except psutil.Error:  # it has ended
         return ""
+
+
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 60.0, 600.0  # a large trace takes minutes to write
+_CLOSE_TIMEOUT_S = 60.0  # a run that is stopped may have little time left
+
+
+class Profiling:
+    """Begins a profile before a step and ends it after it, or after the last of a stretch. A profile that fails
+    only logs a warning."""
+
+    def __init__(
+        self,
+        order: ProfileOrder | None,
+        trainers: TrainerGroups,
+        engines: EnginePool,
+        run_dir: Path,
+        attempt: int,
+        last_step: int | None = None,
+    ) -> None:
+        self._order, self._groups, self._pool, self._last_step = order, trainers, engines, last_step
+        self._folder, self._attempt = run_dir.absolute() / FOLDER, attempt
+        self._first_step = 0  # of the profile under way; 0: none is
+
+    def begin(self, step: int) -> None:
+        """Start the profilers if a step begins that --profile-steps names."""
+        order = self._order
+        if order is None or self._first_step or not order.has(step):
+            return
+        self._first_step = step
+        calls = [handle.start_profile.remote(order.tool) for _, handle in self._trainers(order)]
+        for index, handle in self._engines(order):
+            calls.append(handle.start_profile.remote(order.tool, str(self._folder), self._name(f"engine-{index}")))
+        with phase("profile", step=step):
+            self._wait(calls, _START_TIMEOUT_S, "begun")
+
+    def end(self, step: int) -> None:
+        order = self._order
+        if order is None or not self._first_step:
+            return
+        if order.is_continuous and order.has(step + 1) and step != self._last_step:
+            return
+        self._stop(order, step, _STOP_TIMEOUT_S)
+
+    def close(self) -> None:
+        """The run ends: write a profile of several steps that is under way."""
+        if self._order is not None and self._first_step:
+            self._stop(self._order, self._first_step, _CLOSE_TIMEOUT_S)
+
+    def _stop(self, order: ProfileOrder, step: int, timeout_s: float) -> None:
+        calls = [
+            handle.stop_profile.remote(order.tool, str(self._folder / self._name(f"trainer-{rank}")))
+            for rank, handle in self._trainers(order)
+        ]
+        calls += [handle.stop_profile.remote() for _, handle in self._engines(order)]
+        with phase("profile", step=step):
+            self._wait(calls, timeout_s, "ended")
+        self._first_step = 0
+
+    def _name(self, process: str) -> str:
+        return f"step_{self._first_step:06d}.{process}.a{self._attempt}"
+
+    def _trainers(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
+        return [(rank, trainer) for rank, trainer in enumerate(self._groups.actors) if order.wants_trainer(rank)]
+
+    def _engines(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
+        return [(index, engine) for index, engine in enumerate(self._pool.engines) if order.wants_engine(index)]
+
+    def _wait(self, calls: Sequence[Reference[object]], timeout_s: float, action: str) -> None:
+        for call in calls:
+            try:
+                if not wait([call], timeout=timeout_s)[0]:
+                    raise RuntimeError(f"no answer within {timeout_s:g} s")
+                get(call)
+            except FAILURES as error:
+                logger.warning("step %d: a profile could not be %s: %s", self._first_step, action, error)
+
+
+_CLOCK_S = 10.0
+
+
+class ClockOffsets:
+    """Knows the actors on each other machine, once `find` has asked them all."""
+
+    def __init__(self, registry: ActorRegistry) -> None:
+        self._registry = registry
+        self._elsewhere: defaultdict[str, list[str]] = defaultdict(list)  # boot of a machine → names of actors
+
+    def find(self) -> None:
+        """Ask the actors of the run for their machine, and measure for the first time."""
+        for name in [member.name for member in self._registry]:
+            try:
+                boot, _ = self._ask(name)
+            except FAILURES as error:
+                logger.warning("%s did not tell its clock: %s", name, error)
+                continue
+            if boot != spans.boot_id():
+                self._elsewhere[boot].append(name)
+        self.measure()
+
+    def measure(self) -> None:
+        """Record the clock of each other machine, if the first of its actors answers; if not, ask another next time."""
+        if (recorder := spans.recorder()) is None:
+            return
+        for names in self._elsewhere.values():
+            try:
+                recorder.note_clock(*spans.measure_offset(partial(self._ask, names[0])))
+            except FAILURES as error:
+                names.append(names.pop(0))
+                logger.warning("a machine's clock was not measured: %s", error)
+
+    def _ask(self, name: str) -> tuple[str, int]:
+        """Ask the actor that has this name now: a restarted engine keeps the name."""
+        handle = next((member.handle for member in self._registry if member.name == name), None)
+        if handle is None:
+            raise RuntimeError(f"{name} is gone")
+        return ray.get(handle.clock.remote(), timeout=_CLOCK_S)

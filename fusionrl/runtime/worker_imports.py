@@ -1,10 +1,12 @@
-"""Packages that Ray's modules import; Ray itself is imported for the first worker (`worker_fork.py`).
+"""Imports of Ray's workers, made by the nursery before the cluster exists: a tokenizer's, and those of Ray's modules.
 
-The nursery imports this before the cluster exists, so that the first worker starts sooner.
+Ray itself is imported for the first worker (`worker_fork.py`).
 """
 
 import contextlib
 import importlib
+
+from fusionrl.data.tokenizer import import_auto_tokenizer
 
 NEEDS = (
     *("jsonschema", "yaml", "wcwidth", "filelock", "tqdm.auto", "uvloop", "msgpack", "psutil"),
@@ -16,3 +18,6 @@ WHEN_IT_ANSWERS = ("pydantic.v1", "starlette.concurrency", "starlette.datastruct
 for name in (*NEEDS, *WHEN_IT_ANSWERS, "numpy.random"):  # a fork seeds the last one
     with contextlib.suppress(ImportError):  # another version of Ray does without it
         importlib.import_module(name)
+
+
+import_auto_tokenizer()
