@@ -19,10 +19,10 @@ from fusionrl.base.imports import quiet
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import has_own_source
 from fusionrl.data.sample_json import SourceState
-from fusionrl.models.adapted import Adapted, adapted_difference, saved_in
 from fusionrl.models.shape import ModelShape, shape_difference
-from fusionrl.plan.adapters import adapted_of, adapter_names, has_several_adapters
+from fusionrl.models.trainable import Adapted, adapted_difference, saved_in
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.trained_parts import adapted_of, adapter_names, has_several_adapters
 
 logger = logging.getLogger(__name__)
 

@@ -214,8 +214,8 @@ def engine_branch(model_path: str, folder: Path, *, sees: bool = False) -> Branc
     An engine of another model imports other files of SGLang, and is started in the usual way.
     """
     from fusionrl.base.nursery import Branch
-    from fusionrl.engines import forked_server
-    from fusionrl.engines.image_settings import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
+    from fusionrl.engines.images import CACHE_VARIABLE, KEEP_IDS_VARIABLE, ImageSettings
+    from fusionrl.engines.process import NURSERY_SOCKET
     from fusionrl.engines.spec import EngineSpec, server_environment
 
     spec = EngineSpec(
@@ -234,9 +234,9 @@ def engine_branch(model_path: str, folder: Path, *, sees: bool = False) -> Branc
     environment = {name: value for name, value in server_environment(spec).items() if os.environ.get(name) != value}
     environment.pop("PYTHONPATH", None)
     return Branch(
-        str(folder / forked_server.SOCKET),
+        str(folder / NURSERY_SOCKET),
         ["fusionrl.engines.server_imports"],
-        "fusionrl.engines.forked_server:mind_server",
+        "fusionrl.engines.process:mind_server",
         environment,
         kept=["SGLANG_", "HF_", "TRANSFORMERS_", "TORCHDYNAMO_", "THP_"],
         # Each rank reads the first when it begins, and servers the others.

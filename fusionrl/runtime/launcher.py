@@ -32,13 +32,14 @@ from fusionrl.base.sockets import LOOPBACK, collective_interfaces
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.config.run import PROFILES, ProfileOrder, nsys_options
+from fusionrl.engines.engine import EngineActor
 from fusionrl.engines.router import Router
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.observe.run_dir import umask_of
-from fusionrl.plan.devices import refuse_slices, shared_settings
+from fusionrl.plan.devices import VARIABLE, Gpu, nth, refuse_slices, shared_settings
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trainers import Role, auxiliary_config
-from fusionrl.runtime.actor_process import ProcessSettings
+from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_specs import EngineRole, engine_specs
 from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker

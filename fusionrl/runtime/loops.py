@@ -16,7 +16,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.run_parts import uses_engines
 from fusionrl.observe.spans import phase
 from fusionrl.pipeline.knobs import IN_TURN
-from fusionrl.plan.flops import Work
+from fusionrl.plan.costs import Work
 from fusionrl.runtime.run_context import Run
 from fusionrl.runtime.supervisor import Terminated
 

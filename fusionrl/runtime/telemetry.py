@@ -17,8 +17,11 @@ import psutil
 import ray
 from ray.actor import ActorHandle
 
+from fusionrl.config.run import PROFILES, ProfileOrder
+from fusionrl.observe import spans
 from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.hardware import resident_bytes
+from fusionrl.observe.spans import phase
 from fusionrl.plan.costs import Work, train_flops
 from fusionrl.plan.devices import peak_flops
 from fusionrl.plan.plan import Plan
@@ -184,7 +187,7 @@ class Profiling:
         last_step: int | None = None,
     ) -> None:
         self._order, self._groups, self._pool, self._last_step = order, trainers, engines, last_step
-        self._folder, self._attempt = run_dir.absolute() / FOLDER, attempt
+        self._folder, self._attempt = run_dir.absolute() / PROFILES, attempt
         self._first_step = 0  # of the profile under way; 0: none is
 
     def begin(self, step: int) -> None:

@@ -18,7 +18,7 @@ from ray._private.services import get_node_ip_address
 
 from fusionrl.config.config import Config
 from fusionrl.plan.devices import Gpu
-from fusionrl.runtime import engine_pool, node_actors, ray_cluster
+from fusionrl.runtime import engine_pool, ray_cluster
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import LocalLauncher
 from fusionrl.runtime.ray_cluster import CPU_DEVICE_RESOURCE, NodeActors, start_ray
@@ -92,8 +92,8 @@ def test_devices_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch, device: s
     context = SimpleNamespace(get_node_id=lambda: "ab" * 28)
     cluster: Any = SimpleNamespace(nodes=lambda: NODES, get_runtime_context=lambda: context, remote=lambda kind: actors)
     cluster.shutdown = lambda: None
-    monkeypatch.setattr(node_actors, "ray", cluster)
-    monkeypatch.setattr(node_actors, "start_ray", lambda *_, **__: None)
+    monkeypatch.setattr(ray_cluster, "ray", cluster)
+    monkeypatch.setattr(ray_cluster, "start_ray", lambda *_, **__: None)
     with NodeActors(object, device, "10.0.0.1:6379", allow_open=False) as every:
         found = [(node.name, node.is_own, node.num_devices) for node in every.nodes]
     assert found == [("10.0.0.1", True, num_devices), ("10.0.0.2", False, num_devices)]

@@ -12,7 +12,7 @@ import ray
 from fusionrl.models.shape import read_model_shape, shape_from_hf_config
 from fusionrl.observe import spans
 from fusionrl.plan.costs import ImageCost, SequenceCost, Work, train_flops
-from fusionrl.runtime import clock_offsets, hardware
+from fusionrl.runtime import telemetry
 from fusionrl.runtime.supervisor import ActorRegistry
 from fusionrl.runtime.telemetry import ClockOffsets, HardwareMetrics, pooled
 
@@ -36,7 +36,7 @@ def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
         return [one for one in references if one is not None], [one for one in references if one is None]
 
     error = SimpleNamespace(RayError=OSError)
-    monkeypatch.setattr(hardware, "ray", SimpleNamespace(wait=wait, get=lambda one: one, exceptions=error))
+    monkeypatch.setattr(telemetry, "ray", SimpleNamespace(wait=wait, get=lambda one: one, exceptions=error))
 
     def make(trainers: list[Actor], engines: list[Actor], peak: float | None = None) -> HardwareMetrics:
         layout = SimpleNamespace(world_size=len(trainers)) if trainers else None
@@ -131,7 +131,7 @@ class Clock:
 
 
 def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_asked(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(clock_offsets, "ray", SimpleNamespace(get=lambda clock, timeout: clock.answer()))
+    monkeypatch.setattr(telemetry, "ray", SimpleNamespace(get=lambda clock, timeout: clock.answer()))
     spans.record_to(tmp_path, "driver", 1)
     registry: Any = ActorRegistry()
     actors = {"engine 0": "boot-2", "engine 1": "boot-2", "engine 2": "boot-3", "trainer rank 0": None}
