@@ -25,6 +25,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["fusionrl", "fusionrl.*"]),
     package_data={
+        "fusionrl.config": ["aliases.md"],
         "fusionrl.observe": ["glossary.md"],
         "fusionrl.observe.view": ["assets/*"],  # the scripts and the style of `fusionrl view`
         "fusionrl.compat.slime": ["*.md"],

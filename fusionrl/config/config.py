@@ -15,14 +15,12 @@ from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
 from fusionrl.config.algorithm import AlgorithmGroup, CriticGroup, PrmGroup
-from fusionrl.config.aliases import value_hint
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.model import LoraGroup, ModelGroup, TrainGroup, WeightsGroup
 from fusionrl.config.rollout import DataGroup, EvalGroup, RejectSamplingGroup, RewardGroup, RolloutGroup
 from fusionrl.config.run import CheckpointGroup, ClusterGroup, PipelineGroup, RunGroup
 from fusionrl.config.run_parts import with_default
 from fusionrl.config.scopes import Group
-from fusionrl.config.upstream_flags import sglang_parser
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -71,6 +69,8 @@ class HookArgs(argparse.Namespace):
     def __getattr__(self, name: str) -> object:
         """Return the default of an SGLang server argument that was not given (`sglang_…`), as slime does."""
         if name.startswith("sglang_"):
+            from fusionrl.config.upstream_flags import sglang_parser
+
             action = next((option for option in sglang_parser()._actions if f"sglang_{option.dest}" == name), None)
             if action is not None:
                 return action.default
@@ -185,6 +185,8 @@ def own_name_error(name: object) -> str | None:
 
 def describe_error(field: str, item: ErrorDetails) -> str:
     """Return the message for a value that pydantic refused: flag, value, reason, and a hint for a choice."""
+    from fusionrl.config.aliases import value_hint  # reads its tables
+
     value, kind = item.get("input"), inner_type(FIELDS[field])
     is_choice = typing.get_origin(kind) is typing.Literal
     hint = value_hint(field, str(value), typing.get_args(kind)) if is_choice else ""

@@ -12,7 +12,7 @@ import json
 import re
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.algorithm import with_preset
 from fusionrl.config.config import FIELDS, GROUP_OF, GROUPS, Config, describe_error, inner_type, own_name_error
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.passed_flags import PLAN_FLAGS, empty_passthrough, parse_extra, slime_entry
+from fusionrl.config.passed_flags import PLAN_FLAGS, FileFlags, empty_passthrough, parse_extra, slime_entry
 from fusionrl.config.run_parts import CORRECTION_READS
 
 Text: TypeAlias = "str | list[Text] | dict[str, Text] | None"
@@ -201,24 +201,6 @@ def _as_text(value: Json) -> Text:
 _PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
 _OF_ONE_START = ("resume", "dry_run", "in_process", "pdb")  # how a former run was started, not what it was
 _HIDDEN = ":***@"  # for the password of an address in a run's config.json
-
-
-@dataclass
-class FileFlags:
-    """The flags of a file.
-
-    values       of our own flags, by field
-    passthrough  of the parts' flags, by kind
-    custom       values of a former run's --custom-config-path; None: the file does not come from a run
-    overridden   names of the flags that the command line gives, those of the parts as `sglang.api_key`
-    passed       names of flags that the user of a former run passed, which may have their default value
-    """
-
-    values: dict[str, object] = field(default_factory=dict)
-    passthrough: dict[str, dict[str, object]] = field(default_factory=empty_passthrough)
-    custom: dict[str, Json] | None = None
-    overridden: Collection[str] = ()
-    passed: Collection[str] = ()
 
 
 def read_config_file(path: str, errors: list[str], overridden: Collection[str] = ()) -> FileFlags:

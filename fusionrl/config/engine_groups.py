@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fusionrl.base.wording import dividing
-from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
 
 FLAG = "--engine-group"
@@ -153,6 +152,10 @@ def _count(flag: str, key: str, value: str) -> int:
 
 
 def _server_args(flag: str, values: Mapping[str, str]) -> dict[str, object]:
+    if not values:
+        return {}
+    from fusionrl.config import upstream_flags as upstream
+
     parsed: dict[str, object] = {}
     for key, value in values.items():
         option = key.replace("_", "-")

@@ -21,10 +21,9 @@ from fusionrl.config.config import (
     own_name_error,
     switches,
 )
-from fusionrl.config.config_file import FileFlags, UnreadableFile, read_config_file
 from fusionrl.config.engine_groups import devices_of_groups
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.passed_flags import parse_extras, translate_slime_flags
+from fusionrl.config.passed_flags import FileFlags, parse_extras, translate_slime_flags
 from fusionrl.observe.run_dir import own_config_file
 
 CONFIG_FLAG_HELP = (
@@ -175,6 +174,8 @@ def _former_file(values: Mapping[str, object]) -> str | None:
 def _read_file(paths: Sequence[str | None], overridden: Collection[str], errors: list[str]) -> FileFlags:
     if not paths:
         return FileFlags()
+    from fusionrl.config.config_file import UnreadableFile, read_config_file
+
     if None in paths:
         errors.append("--config: it needs a value")
     elif len(paths) > 1:

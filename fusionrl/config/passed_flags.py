@@ -6,15 +6,13 @@ The wing `compat` is imported only for a command line, or a file, that has some 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.wording import closest
-from fusionrl.config import upstream_flags as upstream
-from fusionrl.config.aliases import cure_for, setting_of
 from fusionrl.config.config import FIELDS, PassThrough
 from fusionrl.config.hooks import flag_of
 
@@ -42,8 +40,28 @@ def empty_passthrough() -> dict[str, dict[str, object]]:
     return {kind: {} for kind in PassThrough.model_fields}
 
 
+@dataclass
+class FileFlags:
+    """The flags of a file.
+
+    values       of our own flags, by field
+    passthrough  of the parts' flags, by kind
+    custom       values of a former run's --custom-config-path; None: the file does not come from a run
+    overridden   names of the flags that the command line gives, those of the parts as `sglang.api_key`
+    passed       names of flags that the user of a former run passed, which may have their default value
+    """
+
+    values: dict[str, object] = field(default_factory=dict)
+    passthrough: dict[str, dict[str, object]] = field(default_factory=empty_passthrough)
+    custom: dict[str, Any] | None = None
+    overridden: Collection[str] = ()
+    passed: Collection[str] = ()
+
+
 def parse_extra(flag: str, values: list[str], parsed: dict[str, dict[str, object]]) -> str | None:
     """Put the value of one flag without a field into `parsed`, by kind; return the error if no part takes it."""
+    from fusionrl.config import upstream_flags as upstream
+
     field = flag[2:].replace("-", "_")
     text = " ".join([flag, *values])
     try:
@@ -68,6 +86,10 @@ def parse_extra(flag: str, values: list[str], parsed: dict[str, dict[str, object
 
 
 def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
+    if not extras:
+        return []
+    from fusionrl.config.aliases import setting_of
+
     grouped: list[tuple[str, list[str]]] = []
     for token in extras:
         if token.startswith("--") and len(token) > 2:
@@ -84,6 +106,8 @@ def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def _cure(flag: str) -> str | None:
     """Say what to write for a flag with underscores, or for another trainer's; None for any other flag."""
+    from fusionrl.config.aliases import cure_for, setting_of
+
     plain = flag.removeprefix("--").replace("-", "_")
     if flag.startswith("--") and (plain in FIELDS or plain.removeprefix("no_") in FIELDS):
         return f"flags are written with dashes: --{plain.replace('_', '-')}"
@@ -91,6 +115,8 @@ def _cure(flag: str) -> str | None:
 
 
 def _did_you_mean(flag: str) -> str:
+    from fusionrl.config import upstream_flags as upstream
+
     if part := upstream.split_flag(flag)[0]:
         names = upstream.option_names(upstream.PARTS[part][0](), part)
     else:

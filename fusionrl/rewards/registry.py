@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from fusionrl.base.wording import install_hint
-from fusionrl.config.aliases import value_hint
 from fusionrl.data.findings import LabelProblem
 
 RM_TYPES = {  # name: its file in this room, and the `Reward` in it
@@ -154,6 +153,8 @@ def parse_rm_type(rm_type: str) -> dict[str, Part]:
         written, colon, weight = (piece.strip() for piece in term.partition(":"))
         name = written.removeprefix("boxed_")
         if name not in RM_TYPES and written != MODEL:
+            from fusionrl.config.aliases import value_hint  # reads its tables
+
             known = ", ".join(sorted(RM_TYPES))
             raise ValueError(
                 f"{rm_type}: unknown reward {written!r}; known are {known}, each also with boxed_ before it,"
