@@ -50,6 +50,25 @@ class CorrectionOptions:
     veto: float | None = None
 
 
+METRICS = """
+train/opsm_fraction | share | Share of tokens masked because their advantage is negative and their sample too far from
+    the policy. | --use-opsm
+train/is_ratio | ratio | Mean over tokens of the importance ratio trainer / engine (of a token or its sample,
+    --tis-level), before clipping. | --use-tis, --rejection-level or --tis-veto
+train/is_abs | ratio | Mean over tokens of |importance ratio - 1|. | --use-tis, --rejection-level or --tis-veto
+train/is_clip_fraction | share | Share of tokens whose importance ratio is outside --tis-clip-low … --tis-clip. |
+    --use-tis, --rejection-level or --tis-veto
+train/is_rejected | share | Share of tokens in samples that --rejection-level drops. | --use-tis, --rejection-level or
+    --tis-veto
+train/is_vetoed | share | Share of tokens in samples that --tis-veto drops. | --use-tis, --rejection-level or
+    --tis-veto
+train/is_dropped | share | Share of tokens that the correction drops for any reason. | --use-tis, --rejection-level or
+    --tis-veto
+train/is_not_finite | share | Share of tokens without an importance ratio. | --use-tis, --rejection-level or
+    --tis-veto
+"""
+
+
 @torch.no_grad()
 def importance_weights(
     train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, options: CorrectionOptions

@@ -110,6 +110,30 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 MISMATCH_SUMS = ("compared", "not_finite", "signed", "abs", "k3", "over", "ratio", "ratio_squared", "not_sampled")
 
 
+METRICS = """
+train/logprob_diff_mean | nats | Mean of |log p(trainer) - log p(engine)| over the trained tokens that the current
+    weights sampled. As the other metrics of this table, it leaves out tokens of older weights (--partial-rollout). |
+    mode rl, where the engines' log-probs are known
+train/logprob_diff_max | nats | The largest of these differences. | mode rl, where the engines' log-probs are known
+train/logprob_diff_signed | nats | Mean of log p(trainer) - log p(engine). | mode rl, where the engines' log-probs are
+    known
+train/logprob_diff_over | share | Share of tokens that differ by more than 0.5 nats. | mode rl, where the engines'
+    log-probs are known
+train/logprob_k3 | nats | Estimate (k3) of KL(engine || trainer), mean over tokens. | mode rl, where the engines'
+    log-probs are known
+train/logprob_ess | 0 … 1 | Effective sample size (sum w)^2 / (n sum w^2) of the ratios w = p(trainer) / p(engine). |
+    mode rl, where the engines' log-probs are known
+train/logprob_ratio_mean | ratio | Mean of the ratios w: 1 where the tokens were drawn from the distribution that the
+    engine's log-probs are of. | mode rl, where the engines' log-probs are known
+train/logprob_not_sampled | share | Share of the trained tokens with an engine log-prob of exactly 0 that the trainer
+    finds unlikely: no engine sampled them. | mode rl, where the engines' log-probs are known
+train/logprob_ratio_error | ratio | Standard error of that mean, over the tokens of all steps together. | mode rl,
+    where the engines' log-probs are known
+train/logprob_not_finite | share | Share of tokens with a log-prob of -inf or NaN; the other metrics leave them out. |
+    mode rl, where the engines' log-probs are known
+"""
+
+
 @torch.no_grad()
 def mismatch_sums(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over tokens, to be added up over micro-batches and ranks, and the peak, of which the maximum counts.

@@ -6,6 +6,18 @@ from collections.abc import Iterable
 import torch
 from torch.nn.functional import logsigmoid
 
+METRICS = """
+train/dpo_loss | nats | DPO's loss before each optimizer step, mean over pairs. | --policy-loss dpo
+train/reward_margin | nats | Mean over pairs of the implicit reward of the chosen answer minus that of the rejected;
+    an implicit reward is --dpo-beta x (log p(policy) - log p(reference)). | --policy-loss dpo
+train/reward_accuracy | share | Share of pairs with a margin above 0. | --policy-loss dpo
+train/chosen_reward | nats | Mean implicit reward of the chosen answers. | --policy-loss dpo
+train/rejected_reward | nats | Mean implicit reward of the rejected answers. | --policy-loss dpo
+train/num_pairs | pairs | Pairs that were trained on. | --policy-loss dpo
+train/pairs_excluded | pairs | Pairs left out: an answer has no trained token, or a log-prob that is -inf or NaN. |
+    --policy-loss dpo
+"""
+
 
 def pair_slopes(
     answers: Iterable[tuple[int, float, float]], beta: float, label_smoothing: float

@@ -44,6 +44,26 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Losses]
 
 
+METRICS = """
+train/ppo_kl | nats | Mean over tokens of log p(old) - log p(policy): an estimate (k1) of how far the policy has moved
+    from the one before the first optimizer step. The first step is left out where there are others: there both are
+    the same. With a single step it is 0. With --use-rollout-logprobs the old one is the engine's, and all steps
+    count. | mode rl
+train/clip_fraction | share | Share of tokens whose gradient the clip took away; with gspo and gspo_token share of
+    samples (a sample counts by its share of clipped tokens), as their ratio is one of a whole sample. Steps as of
+    train/ppo_kl. | policy losses that clip
+train/dual_clip_fraction | share | Share of tokens where the dual clip took the gradient away. Steps as of
+    train/ppo_kl. | --eps-clip-c
+train/gate | 0 … 1 | Mean over tokens of SAPO's gate 4 s (1 - s), s = sigmoid(tau (ratio - 1)): 1 where the ratio is
+    1. Steps as of train/ppo_kl. | --policy-loss sapo
+train/selected_fraction | share | Share of tokens that the loss chose by their covariance. | --policy-loss clip_cov,
+    kl_cov
+train/old_not_finite | share | Share of tokens whose old log-prob is -inf or NaN; they have loss 0. | mode rl
+critic/value_clip_fraction | share | Share of tokens where --value-clip took the gradient away. Steps as of
+    train/ppo_kl.
+"""
+
+
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, options: PolicyLossOptions) -> Losses:
     """PPO's loss of a ratio [N]: `max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))`, with the dual clip at most `-A c`.
 

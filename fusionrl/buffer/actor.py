@@ -40,6 +40,12 @@ from fusionrl.rollout.generate_state import samples_in_flight
 from fusionrl.rollout.image_requests import FOLDER
 from fusionrl.rollout.weight_versions import take_warnings
 
+METRICS = """
+perf/time_generate_s | seconds | The rollout: generation, rewards, filters, and cutting it into shards.
+perf/time_wait_rollout_s | seconds | How long the step waited for its batch. | --pipeline that runs ahead
+perf/time_eval_s | seconds | An evaluation of all sets.
+"""
+
 
 class StreamMessages:
     """The part of the Buffer actor that the driver's streamed loop talks to."""

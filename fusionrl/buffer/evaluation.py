@@ -33,6 +33,28 @@ def eval_metrics(data: Mapping[str, EvalResult]) -> dict[str, float]:
     return {f"eval/{name}/{metric}": value for name, of in metrics_by_set.items() for metric, value in of.items()}
 
 
+METRICS = """
+eval/<set>/reward | reward | Mean reward over all samples of the set.
+eval/<set>/reward_ci95 | reward | Half the 95 % interval of this mean: 1.96 standard errors with prompts as clusters.
+    | more than one prompt
+eval/<set>/accuracy | share | Share of samples with a reward of at least 1.
+eval/<set>/accuracy_ci95 | share | Half the 95 % interval of this share, in the same way. | more than one prompt
+eval/<set>/pass@<k> | share | Chance that at least one of k samples of a prompt is right: the unbiased estimate 1 -
+    C(n-c, k) / C(n, k) (2107.03374), mean over prompts; k = 1, 2, 4, … up to the samples of a prompt.
+eval/<set>/num_prompts | prompts | Prompts of the set.
+eval/<set>/num_samples | samples | Samples of the set.
+eval/<set>/truncated_ratio | share | Share of responses cut off by the length limit.
+eval/<set>/response_len | tokens | Mean length of the responses.
+eval/<set>/response_len_median | tokens | Their median.
+eval/<set>/response_len_max | tokens | The longest.
+eval/weight_version | version | The version of the weights that sampled all tokens of the evaluation; one that would
+    mix two ends the run.
+eval/reward_timeout | samples | As rollout/reward_timeout, of all sets. | when it happens
+eval/reward_crash | samples | As rollout/reward_crash, of all sets. | when it happens
+eval/reward_error | samples | As rollout/reward_error, of all sets. | --reward-failure-value
+"""
+
+
 def eval_set_metrics(name: str, result: EvalResult) -> dict[str, float]:
     """Numbers about one evaluation set: what a rollout function returned under its name.
 

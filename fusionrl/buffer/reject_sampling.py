@@ -19,6 +19,21 @@ from fusionrl.rollout.weight_versions import num_unsampled
 IMAGES_COLUMN = "images"
 
 
+METRICS = """
+rollout/considered | samples | Samples of the rollout. | --mode reject-sampling
+rollout/unfinished | samples | Not accepted: truncated, aborted or failed, or no token to train on. | --mode
+    reject-sampling
+rollout/unsampled | samples | Not accepted: trained tokens occur in no response of the engines (a tool's text without
+    a mask). | --mode reject-sampling
+rollout/below_threshold | samples | Not accepted: reward below --reject-sampling-threshold. | --mode reject-sampling
+rollout/duplicates | samples | Not accepted: the same answer to the same prompt is in the file. | --mode
+    reject-sampling
+rollout/surplus | samples | Not accepted: the prompt has --reject-sampling-per-prompt better ones. | --mode
+    reject-sampling
+rollout/accepted | samples | Written to --reject-sampling-output. | --mode reject-sampling
+"""
+
+
 class AcceptedSamples:
     """A file of accepted samples, a JSON line each; `<file>.summary.json` counts the outcomes of all samples, in total
     and for each step (the number of finished rollouts).

@@ -62,6 +62,63 @@ def report(
     return metrics, facts, glimpses
 
 
+METRICS = """
+rollout/raw_reward | reward | Mean reward as the reward function gave it, before penalties and normalization; 0 for a
+    failed sample.
+rollout/raw_reward_std | reward | Standard deviation of these rewards over the samples.
+rollout/accuracy | share | Share of samples with a raw reward of at least 1.
+rollout/zero_std_groups | share | Share of groups whose raw rewards are all equal: of them nothing is learnt by
+    estimators that compare within a group. Samples without a reward do not count.
+rollout/response_len/mean | tokens | Mean length of the responses, tools' tokens included.
+rollout/response_len/max | tokens | The longest response.
+rollout/truncated_ratio | share | Share of responses that were cut off by the length limit.
+rollout/failed | samples | Samples that failed or were aborted; they are not trained on.
+rollout/timed_out | samples | Samples that passed the time limit; they failed. | --sample-timeout
+rollout/num_samples | samples | Samples of the rollout.
+rollout/num_attempts | attempts | Attempts of the rollout: samples that share a rollout_id are one.
+rollout/num_tokens | tokens | Response tokens of the rollout, tools' tokens included.
+rollout/session_rewrites | segments | Samples that began where an agent behind the session proxy rewrote its history
+    (docs/guides/agents.md). | --agent-path
+rollout/reward_timeout | samples | Samples without a reward because the reward function took too long. | when it
+    happens
+rollout/reward_crash | samples | Samples without a reward because the reward function took its process down. | when it
+    happens
+rollout/reward_error | samples | Samples whose reward function raised, or returned no finite number. |
+    --reward-failure-value
+rollout/code_failed/<reason> | samples | Samples with a program that failed for this reason (docs/guides/rewards.md).
+    | --rm-type code, when it happens
+rollout/spec_accept_rate | share | Drafted tokens that the model took, of all that were drafted
+    (docs/guides/engines.md). | --sglang-speculative-algorithm
+rollout/spec_accept_length | tokens | Mean number of tokens that an engine's forward pass made of a response, the
+    drafted ones included. | --sglang-speculative-algorithm
+rollout/reward_<part> | reward | Mean of one part of a weighted sum of rewards, before its weight. | several rewards
+    in --rm-type
+rollout/<set>/raw_reward | reward | As rollout/raw_reward, of one set. | several --prompt-data
+rollout/<set>/accuracy | share | As rollout/accuracy, of one set. | several --prompt-data
+rollout/<set>/num_samples | samples | Samples of one set. | several --prompt-data
+rollout/opd_reverse_kl | nats | Mean over trained tokens of log p(engine) - log p(teacher): an estimate of KL(policy
+    || teacher). | samples with teacher_log_probs
+rollout/staleness/token_mean | rollouts | Staleness of a trained token: rollouts trained between the weights that
+    sampled it and those that train on it; 0 where they are the same. Mean over the trained tokens. | known weight
+    versions
+rollout/staleness/token_max | rollouts | Staleness of the oldest trained token. | known weight versions
+rollout/staleness/sample_mean | rollouts | Mean over the samples; a sample is as stale as its oldest trained token. |
+    known weight versions
+rollout/staleness/sample_max | rollouts | As rollout/staleness/token_max. | known weight versions
+rollout/staleness/tokens/<k> | share | Share of trained tokens with staleness k; 8 also counts what is older. | known
+    weight versions, where there are such tokens; k = 0 always
+rollout/staleness/samples/<k> | share | Share of samples with staleness k; 8 also counts what is older. | known weight
+    versions, where there are such samples; k = 0 always
+rollout/staleness/unknown | share | Share of trained tokens whose weight version is not known; the metrics above leave
+    them out. | when it happens
+adapter/<name>/raw_reward | reward | As rollout/raw_reward, of the samples of one adapter. | a rollout with samples of
+    it
+adapter/<name>/accuracy | share | As rollout/accuracy, of the samples of one adapter. | a rollout with samples of it
+adapter/<name>/num_samples | samples | Samples of the rollout that one adapter learns from. | a rollout with samples
+    of it
+"""
+
+
 def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
     """Means over the samples of one rollout, those of rewards over its attempts; equal groups; counts."""
     rewards = np.asarray(raw, np.float64)

@@ -130,6 +130,34 @@ def _settings(knobs: Knobs) -> list[int]:
     return [knobs.groups_per_fetch, knobs.fetches_per_push, knobs.max_staleness, knobs.samples_per_group]
 
 
+METRICS = """
+perf/time_wait_batch_s | seconds | Of that, while fewer groups were ready than a batch takes. | --pipeline that runs
+    ahead
+perf/time_wait_deadline_s | seconds | Of that, while a batch was ready and stood back for groups that would be too old
+    later. | --pipeline that runs ahead
+pipeline/in_flight | samples | Under way in engines. | --pipeline that runs ahead
+pipeline/running | groups | With samples that are under way. | --pipeline that runs ahead
+pipeline/ready | groups | Ready to be trained, but for the batch. | --pipeline that runs ahead
+pipeline/parked | groups | Begun, and waiting to continue. | --pipeline that runs ahead
+pipeline/admitted | groups | Admitted and not dropped: trained, under way or ready. | --pipeline that runs ahead
+pipeline/credits | groups | That may be admitted and not yet be taken for training: the bound and the lead. |
+    --pipeline that runs ahead
+pipeline/credits_used | groups | Of these, that are under way, parked or ready; more than there are where your rollout
+    function took prompts beyond the bound. | --pipeline that runs ahead
+pipeline/tokens_generated | tokens | Response tokens of samples that ended since the batch before, tools' tokens
+    included. | --pipeline that runs ahead
+pipeline/tokens_trained | tokens | Of the batch, with a loss mask. | --pipeline that runs ahead
+pipeline/tokens_dropped | tokens | Of samples that ended and whose group was dropped: by a filter, at a deadline, as
+    surplus. | --pipeline that runs ahead
+pipeline/tokens_prefilled_again | tokens | Prompt and response tokens whose KV cache was computed again because a push
+    came while their sample was under way, of samples that ended; 0 with --in-flight drain and in_place. | --pipeline
+    that runs ahead
+pipeline/length_trained_by_offered | ratio | Mean response length of the samples that were trained, divided by that of
+    all that were generated, since the run was started or resumed. Below 1: long answers are trained less often. |
+    --pipeline that runs ahead
+"""
+
+
 def state_numbers(state: State, knobs: Knobs) -> dict[str, float]:
     """Return the metrics of a state whose next fetch has started.
 

@@ -369,6 +369,14 @@ def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[
     return padded
 
 
+METRICS = """
+rollout/steps_since_sampled/mean | steps | Optimizer steps between the weights that sampled a trained token and those
+    that train it, mean over the tokens. Of a rollout's n steps the first trains tokens of the newest push at 0, the
+    last at n - 1. | known weight versions, --mode rl
+rollout/steps_since_sampled/max | steps | The same of the oldest token. | known weight versions, --mode rl
+"""
+
+
 @dataclass
 class StepStaleness:
     """Counts over the shards of a rollout, of which each is added once.

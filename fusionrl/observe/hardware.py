@@ -159,6 +159,20 @@ _COMBINED: dict[str, Callable[[list[float]], float]] = {
 }
 
 
+METRICS = """
+hardware/memory_used_bytes/<group> | bytes | The most memory in use on a GPU of the group, by any process, sampled
+    every second since the last step. | NVIDIA GPUs
+hardware/utilisation/<group> | share | Share of time in which a kernel ran, mean over the group's GPUs and the looks
+    since the step before. | NVIDIA GPUs
+hardware/power_w/<group> | watts | Power of a GPU, mean over the group and the looks. | NVIDIA GPUs
+hardware/temperature_c/<group> | degrees Celsius | Of the hottest GPU of the group. | NVIDIA GPUs
+hardware/slowed/<group> | share | Share of the looks in which a GPU ran slower than it could: power cap, heat, power
+    brake. | NVIDIA GPUs
+hardware/ecc_errors/<group> | errors | Uncorrected memory errors of the worst GPU since its driver was loaded. | GPUs
+    with ECC
+"""
+
+
 class Meter:
     """Means of utilisation and power, and the largest memory and temperature, over GPUs and time.
 

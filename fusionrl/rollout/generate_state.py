@@ -217,6 +217,18 @@ class GenerateState:
         yield self.dp_rank
 
 
+METRICS = """
+rollout/answers_refused | answers | Responses of engines that did not match their request (docs/guides/security.md);
+    each request was sent again. | when it happens
+rollout/requests_retried | requests | Requests that were sent again, by the client and the router. |
+    --use-fault-tolerance
+rollout/tokens_kept | tokens | Tokens of engines that died which another engine continued. | --use-fault-tolerance
+eval/answers_refused | answers | As rollout/answers_refused. | when it happens
+eval/requests_retried | requests | As rollout/requests_retried. | --use-fault-tolerance
+eval/tokens_kept | tokens | As rollout/tokens_kept. | --use-fault-tolerance
+"""
+
+
 class RolloutClient:
     """Opens the client and the concurrency limit of one rollout, and puts both on its `args`, where hooks find them."""
 

@@ -138,6 +138,14 @@ def barred_parts(sample: Sample) -> list[np.ndarray]:
     return [tokens[max(0, end - _TOLD_BY) : end]]
 
 
+METRICS = """
+rollout/images | images | Images of all samples, each counted in every sample that has it. | --multimodal-keys
+rollout/image_tokens | tokens | Tokens of these images. | --multimodal-keys
+rollout/sampled_placeholders | samples | Samples in which the model has written the placeholder of an image or another
+    medium; no engine continues them. | --multimodal-keys
+"""
+
+
 def image_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Count images, their tokens, and samples with a placeholder that the model sampled; {} in a run of text."""
     if (media := media_tokens()) is None:

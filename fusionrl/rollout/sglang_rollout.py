@@ -149,6 +149,14 @@ async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFn
     return rollout.output(client.retries("rollout"))
 
 
+METRICS = """
+rollout/dropped_<reason> | groups | Groups that were generated and not used, by reason: that of
+    --dynamic-sampling-filter-path, `filtered` without one, `surplus` where there were more than enough. | when it
+    happens
+rollout/partial_samples | samples | Unfinished samples that the next rollout continues. | --partial-rollout
+"""
+
+
 class _Rollout:
     """The groups of one rollout: under way, kept and dropped."""
 

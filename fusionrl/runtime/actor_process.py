@@ -80,6 +80,16 @@ def log_to(path: str, role: str, level: str = "info") -> None:
     record_beside(path)
 
 
+METRICS = """
+hardware/host_peak_bytes/<group> | bytes | The most resident host memory that one process of the group ever had
+    (trainers).
+hardware/memory_peak_bytes/<group> | bytes | The most memory that torch had allocated on a GPU since the step before,
+    of the rank with the most. | trainers on GPUs
+hardware/memory_reserved_bytes/<group> | bytes | The most memory that torch had reserved on a GPU since the step
+    before, of the rank with the most. | trainers on GPUs
+"""
+
+
 class ProcessHardware:
     """Made in the process itself, before it starts threads or children that are to be bound."""
 

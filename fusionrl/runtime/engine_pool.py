@@ -215,6 +215,12 @@ CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names for an engine's memory oth
 _STOP_TIMEOUT_S = 20.0
 
 
+METRICS = """
+rollout/engines_died | engines | Engines found dead during the rollout. | --use-fault-tolerance
+eval/engines_died | engines | Engines found dead during the evaluation. | --use-fault-tolerance
+"""
+
+
 class RoutedEngines:
     """Engines behind a router of their own; with --use-fault-tolerance those that die are replaced."""
 

@@ -113,6 +113,13 @@ class PastEvaluations:
         return isinstance(attempt, int) and attempt >= int(self._steps.get(step, {}).get("attempt", 0))
 
 
+METRICS = """
+perf/time_train_s | seconds | Training: all forward passes and optimizer steps, critic and reward model included.
+perf/time_wait_eval_s | seconds | How long a push waited for the evaluation before, whose engines the next one needs.
+    | --eval-num-gpus, where an evaluation follows
+"""
+
+
 @dataclass
 class Run:
     """A run that is set up: its actors, and where its numbers and checkpoints go. It holds references, no samples."""

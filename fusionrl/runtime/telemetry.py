@@ -39,6 +39,26 @@ _SUMS, _MEANS = {HOST}, {"utilisation", "power_w", "slowed"}  # of the others, t
 _RAY = ("raylet", "gcs_server")
 
 
+METRICS = """
+train/patches | patches | Patches of the different images that were trained on: what --max-patches-per-gpu counts. |
+    --multimodal-keys
+train/image_share | share | FLOPs that the vision tower takes for these images, as a share of those that perf/mfu
+    counts; forward passes alone where the tower is frozen. | --multimodal-keys
+perf/mfu | share | Model FLOPs utilisation of the training: the FLOPs of forward and backward passes over all tokens
+    that are trained on, prompts included, divided by what the trainers' devices could do in perf/time_train_s
+    (--peak-tflops, or the data sheet's bf16). Log-prob passes and recomputation count as time, not as work; a critic
+    or reward model likewise. | GPUs that the table has, or --peak-tflops
+perf/train_tokens_per_s_per_device | tokens/s | Tokens that are trained on, prompts included, divided by
+    perf/time_train_s and the policy's trainer devices. | runs that train
+perf/generate_tokens_per_s_per_device | tokens/s | Response tokens of the rollout divided by perf/time_generate_s and
+    the devices of the policy's engines. Under a pipeline that runs ahead, that time is the wait for the batch. | runs
+    with engines
+hardware/host_bytes/<group> | bytes | Resident host memory at the end of the step, added up over the group's
+    processes: trainers; engines (server, schedulers, actor); the Buffer with the reward processes; the driver; Ray's
+    own on the driver's node. Pages that processes share count for each.
+"""
+
+
 class HardwareMetrics:
     """Collects hardware numbers from the processes of a run."""
 

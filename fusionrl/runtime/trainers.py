@@ -16,6 +16,12 @@ from fusionrl.weights.remote_calls import get
 Refs = Sequence[ray.ObjectRef]
 
 
+METRICS = """
+eval/<set>/loss | nats | Validation loss: mean of -log p over the tokens that would be trained on. | --mode sft
+eval/<set>/num_tokens | tokens | Number of these tokens. | --mode sft
+"""
+
+
 class TrainerGroups:
     """Trainer actors, rank by rank: `actors` of the policy, `auxiliaries` of a critic or prm. Its length: of `actors`.
 

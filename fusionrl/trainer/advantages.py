@@ -29,6 +29,15 @@ from fusionrl.trainer.process_groups import gathered
 from fusionrl.trainer.score import Scorer, score_samples
 from fusionrl.trainer.shards import Experts
 
+METRICS = """
+train/kl | nats | Estimate of KL(policy || reference) by --kl-coef-type before the first optimizer step, mean over
+    tokens; --kl-coef times it is subtracted from the rewards. | --kl-coef above 0
+train/kl_excluded | tokens | Tokens left out of train/kl because a log-prob is -inf or NaN. | --kl-coef above 0
+train/opd_kl | nats | Mean over tokens of log p(policy) - log p(teacher), before the first optimizer step: an estimate
+    of KL(policy || teacher). | --use-opd
+train/opd_excluded | tokens | Tokens left out of train/opd_kl because a log-prob is -inf or NaN. | --use-opd
+"""
+
 
 def add_advantages(shard: TrainShard, config: Config, device: torch.device) -> dict[str, float]:
     """Set the shard's `advantages`, and with a critic its `returns`. A collective of the data-parallel ranks.

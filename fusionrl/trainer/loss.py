@@ -176,6 +176,34 @@ class LossSums:
         return [self.batch.samples[position] for position in positions.tolist()]
 
 
+METRICS = """
+train/loss | loss | The quantity that is optimized, in the aggregation of --loss-aggregation: policy loss +
+    --kl-loss-coef x KL - --entropy-coef x entropy. In mode sft the mean of -log p. Mean over the optimizer steps.
+train/pg_loss | loss | Its part without KL and entropy, aggregated in the same way. | mode rl
+train/entropy | nats | Entropy of the policy's next-token distribution at --rollout-temperature, mean over tokens. |
+    mode rl
+train/kl_loss | nats | Estimate of KL(policy || reference) by --kl-loss-type, without its coefficient, mean over
+    tokens. | --use-kl-loss
+train/advantage_mean | reward | Mean advantage over tokens. | mode rl
+train/advantage_abs_max | reward | The largest |advantage| of a token, over all optimizer steps of the rollout;
+    infinite where one is NaN. | mode rl
+train/clip_fraction_tokens | share | Share of tokens in clipped samples: to compare gspo with methods that clip
+    tokens. Steps as of train/ppo_kl. | --policy-loss gspo, gspo_token
+critic/loss | loss | Half the squared error of the values (clipped with --value-clip), in the aggregation of
+    --loss-aggregation. Mean over the optimizer steps.
+critic/value_error | reward | Mean over tokens of |value before the first optimizer step - return|.
+critic/value_mean | reward | Mean value over tokens.
+critic/return_mean | reward | Mean return over tokens: what the values are trained towards.
+prm/loss | loss | Cross entropy of the outcome, summed over samples with a trained token and divided by all samples.
+    Mean over the optimizer steps.
+prm/accuracy | share | Share of samples with a trained token whose outcome the sign of the implicit reward predicts.
+prm/implicit_reward | nats | Mean over these samples of --prm-beta x (log p(model) - log p(its start)), summed over
+    the tokens.
+prm/outcome | share | Share of these samples with a raw reward above 0.
+prm/excluded | tokens | Tokens left out because a log-prob is -inf or NaN.
+"""
+
+
 def micro_batch_loss(
     log_probs: Tensor,
     entropy: Tensor,

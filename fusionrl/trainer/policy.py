@@ -29,6 +29,18 @@ REPORTED = ("loss", "grad_norm", "lr", "skipped")
 """Metrics of a step that each of several adapters reports under its name."""
 
 
+METRICS = """
+adapter/<name>/loss | loss | As train/loss, of the optimizer steps of one adapter. | a rollout with samples of it
+adapter/<name>/grad_norm | norm | As train/grad_norm, of the optimizer steps of one adapter. | a rollout with samples
+    of it
+adapter/<name>/lr | rate | As train/lr, by the optimizer steps that this adapter has taken. | a rollout with samples
+    of it
+adapter/<name>/skipped | steps | As train/skipped, of one adapter. | a rollout with samples of it
+adapter/<name>/optimizer_steps | steps | Optimizer steps that one adapter took: --num-steps-per-rollout, or one for
+    each group of samples where it has fewer. | a rollout with samples of it
+"""
+
+
 class AdapterTrainer(PushSource):
     """A rank with one adapter in the model; `adapter_states` has the others. None: the run has one, or none."""
 

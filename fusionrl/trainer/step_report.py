@@ -28,6 +28,20 @@ WITH_MAXIMUM = ("ppo_kl", "clip_fraction", "value_clip_fraction", "grad_norm")
 WITH_MINIMUM = ("grad_norm",)
 
 
+METRICS = """
+train/ppo_kl_max | nats | The largest train/ppo_kl of a single optimizer step. | mode rl
+train/clip_fraction_max | share | The largest train/clip_fraction of a single optimizer step. | policy losses that
+    clip
+train/grad_norm_min | norm | The smallest grad_norm of a single optimizer step.
+train/grad_norm_max | norm | The largest of a single optimizer step.
+critic/value_clip_fraction_max | share | The largest of a single optimizer step.
+critic/grad_norm_min | norm | The smallest grad_norm of a single optimizer step.
+critic/grad_norm_max | norm | The largest of a single optimizer step.
+prm/grad_norm_min | norm | The smallest grad_norm of a single optimizer step.
+prm/grad_norm_max | norm | The largest of a single optimizer step.
+"""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """Sums of one optimizer step over all its micro-batches and ranks.

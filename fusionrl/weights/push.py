@@ -170,6 +170,23 @@ def call_failures(calls: Sequence[tuple[str, Future[object] | ObjectRef]], timeo
 _DROP_TIMEOUT_S = 10.0
 
 
+METRICS = """
+perf/time_sync_s | seconds | The weight push, without its verification.
+perf/update_weights_density | share | Share of the weights' elements that travelled; 1 for a full version. |
+    --update-weight-transport disk
+perf/update_weights_wire_bytes | bytes | Size of the version's files. | --update-weight-transport disk
+sync/version | version | Version of the weights that the engines have after the push: equal to `step`.
+sync/prepare_s | seconds | Preparation, while the engines generate.
+sync/pause_s | seconds | Time from the first engine pausing until all have resumed.
+sync/transfer_s | seconds | From the first byte sent to the last one loaded, within the pause. | not by disk
+sync/bytes | bytes | Bytes of the weights, each counted once.
+sync/buckets | buckets | Parts in which they were sent; by disk, files.
+sync/calls | calls | Calls of engines. | not by disk
+sync/gb_per_s | 10^9 bytes/s | What all engines together received in a second of the transfer.
+sync/full_hosts | hosts | Hosts that got the full version in place of a delta. | --update-weight-transport disk
+"""
+
+
 def push_by_disk(
     trainers: Sequence[ActorHandle],
     targets: Sequence[EngineTarget],

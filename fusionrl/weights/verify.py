@@ -32,6 +32,14 @@ class WeightMismatch(RuntimeError):
     """A verified push left an engine with other weights than the trainers'."""
 
 
+METRICS = """
+sync/verify_logprob_diff | nats | Mean |log p(trainer) - log p(engine)| of a few tokens after the push, of the worst
+    engine. | --verify-weights
+sync/verify_logprob_diff_max | nats | The largest of these differences. | --verify-weights
+sync/verify_tensors | tensors | Tensors of the engines whose checksums equal the trainers'. | --verify-weights
+"""
+
+
 @dataclass
 class Verification:
     """One verification of a push, in three steps, between which memory may change hands.

@@ -147,8 +147,8 @@ def metrics_of(run_dir: Path, own: Collection[str] = ()) -> list[dict]:
     rows = [json.loads(line) for line in whole.splitlines()]
     unknown = undocumented({name for row in rows for name in row} - set(own))
     assert not unknown, (
-        f"{path} has metrics that no entry describes: {unknown}; add rows to fusionrl/observe/glossary.md and "
-        "run: python -m fusionrl.cli metrics > docs/reference/metrics.md. A test's own functions: metrics_of(…, own=…)"
+        f"{path} has metrics that no entry describes: {unknown}; declare them in METRICS of the module "
+        "that computes them, and run: python -m fusionrl.cli metrics > docs/reference/metrics.md. A test's own functions: metrics_of(…, own=…)"
     )
     return rows
 

@@ -14,14 +14,14 @@ from fusionrl.algorithms.dpo import pair_slopes
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLossOptions, value_loss
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.cli import main
-from fusionrl.observe.glossary import _ON_THE_CONSOLE, GLOSSARY, describe, entry_of, render_glossary, undocumented
+from fusionrl.observe.glossary import GLOSSARY, ON_THE_CONSOLE, describe, entry_of, render_glossary, undocumented
 from fusionrl.runtime.reporter import _SHOWN
 from fusionrl.trainer.step_report import WITH_MAXIMUM, WITH_MINIMUM, StepReport, pooled_metrics
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fusionrl"
 HOW = (
-    "add a row to fusionrl/observe/glossary.md, or correct the one of the old name, "
+    "declare it in METRICS of the module that computes it, or correct the declaration of the old name, "
     "and run: python -m fusionrl.cli metrics > docs/reference/metrics.md"
 )
 _METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm|hardware)/[\w{}/@]+")
@@ -52,16 +52,15 @@ def test_every_name_in_the_code_is_documented() -> None:
 
 
 def test_every_entry_is_of_a_metric_that_its_module_computes() -> None:
-    """The module that an entry names spells the name, or what stands before and after its open parts."""
-    stale = []
+    """Besides its METRICS, the module spells the name, or what stands before and after its open parts."""
+    stale, sources = [], {source: (PACKAGE / source).read_text() for source in {e.source for e in GLOSSARY.values()}}
     assert len(GLOSSARY) == render_glossary().count("\n| `"), "each name has one row"
     for name, entry in GLOSSARY.items():
         assert entry.unit and entry.meaning.endswith("."), name
-        text = (PACKAGE / entry.source).read_text(encoding="utf-8")
+        text = re.sub(r'^METRICS = """.*?^"""$', "", sources[entry.source], flags=re.MULTILINE | re.DOTALL)
         last = name.split("/", 1)[1] if name.count("/") > 1 and "<" not in name else name.rsplit("/", 1)[1]
-        if entry.source.startswith("rewards/"):
-            last = last.removeprefix("reward_")
         last = re.sub("_(min|max|ci95)$", "", last)  # added to a name that the module has
+        last = re.sub("^reward_(timeout|crash|error)$", "reward_{reason}", last)
         if not all(part in text for part in re.split(r"<\w+>", last)):
             stale.append(f"{name} ({entry.source})")
     assert not stale, f"nothing reports these metrics of the glossary: {stale}; {HOW}"
@@ -109,7 +108,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics", "train/no_such"]) == 2
     assert "no metric is called 'train/no_such'" in capsys.readouterr().err
     assert describe("mismatch").startswith("train/logprob_diff_mean"), "the step line's own word"
-    assert set(_ON_THE_CONSOLE.values()) <= set(_SHOWN.values()) and set(_ON_THE_CONSOLE.values()) <= set(GLOSSARY)
+    assert set(ON_THE_CONSOLE.values()) <= set(_SHOWN.values()) and set(ON_THE_CONSOLE.values()) <= set(GLOSSARY)
     assert describe("grad_norm").count("from: fusionrl/") == 10, (
         "of three models: mean, minimum, maximum; of an adapter"
     )

@@ -138,6 +138,12 @@ def should_drop_dynamic_filter_output(
     return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
 
 
+METRICS = """
+rollout/dynamic_filter/drop_<reason> | groups | Groups dropped for that reason, as a user's rollout function counts
+    them by slime's `MetricGatherer`. | a function of the user that reports it
+"""
+
+
 class MetricGatherer:
     """Counts the groups that a filter dropped, by reason."""
 
