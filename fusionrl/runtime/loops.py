@@ -141,6 +141,18 @@ def steps(run: Run, saves: bool = True) -> Iterator[Step]:
         yield Step(run, rollout_id, saves)
 
 
+METRICS = """
+perf/step_time_s | seconds | The whole step: rollout, training, weight push. Evaluations and checkpoints are not in
+    it. Of a step that a stop or an error ended: until then.
+perf/engines_idle | share | Share of the time in which engines had no sample, or were held up by a push: between two
+    batches of a pipeline that runs ahead; else what perf/time_generate_s leaves of the step.
+perf/trainers_idle | share | What training and the weight push leave of the step. | runs that train
+perf/time_drain_s | seconds | How long the push waited until nothing stood in its way: samples in flight, with
+    --in-flight drain. | --pipeline that runs ahead
+perf/tokens_per_s | tokens/s | Response tokens of the rollout divided by perf/step_time_s; in mode sft trained tokens.
+"""
+
+
 class Step:
     """A context manager. Its end records the step, saves a checkpoint if one is due, and obeys a stop request.
 

@@ -114,6 +114,8 @@ class PastEvaluations:
 
 
 METRICS = """
+eval/failed | evaluations | 1 where the engines of the evaluation died (--eval-num-gpus), and it has no other result.
+    | --use-fault-tolerance
 perf/time_train_s | seconds | Training: all forward passes and optimizer steps, critic and reward model included.
 perf/time_wait_eval_s | seconds | How long a push waited for the evaluation before, whose engines the next one needs.
     | --eval-num-gpus, where an evaluation follows

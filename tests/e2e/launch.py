@@ -148,7 +148,8 @@ def metrics_of(run_dir: Path, own: Collection[str] = ()) -> list[dict]:
     unknown = undocumented({name for row in rows for name in row} - set(own))
     assert not unknown, (
         f"{path} has metrics that no entry describes: {unknown}; declare them in METRICS of the module "
-        "that computes them, and run: python -m fusionrl.cli metrics > docs/reference/metrics.md. A test's own functions: metrics_of(…, own=…)"
+        "that computes them, and run: python -m fusionrl.cli metrics > docs/reference/metrics.md. "
+        "A test's own functions: metrics_of(…, own=…)"
     )
     return rows
 
