@@ -38,11 +38,13 @@ def _add_to_table(module: ModuleType) -> None:
 
 def _mend(module: ModuleType) -> None:
     """Give the projector its GELU; let a push have the trainers' names, and end what was kept of earlier weights."""
-    from fusionrl.models.families import PUBLISHED
+    from fusionrl.models.families import published_family
     from fusionrl.models.hf_folder import whole_name
 
     vars(module)["QuickGELU"] = module.GELUActivation
-    kind, form = module.KimiVLForConditionalGeneration, PUBLISHED[_MODEL_TYPE].published
+    kind, family = module.KimiVLForConditionalGeneration, published_family(_MODEL_TYPE)
+    assert family is not None
+    form = family.published
     assert form is not None
     original: Callable[..., object] = kind.load_weights
 

@@ -92,7 +92,7 @@ def text_config(raw: HfConfig) -> HfConfig:
         ValueError: a multimodal model's has no text part of its family.
     """
     model_type = raw.get("model_type")
-    family = families.PUBLISHED.get(model_type) if isinstance(model_type, str) else None
+    family = families.published_family(model_type) if isinstance(model_type, str) else None
     if family is None or family.published is None:
         return raw
     form, text = family.published, raw.get("text_config")
@@ -143,13 +143,10 @@ def vision_of(raw: HfConfig, text: HfConfig) -> VisionShape:
     """
     form = form_of(text)
     if form is None or form.vision is None or not isinstance(raw.get("vision_config"), Mapping):
-        names = ", ".join(name for name, family in families.PUBLISHED.items() if _sees(family))
+        forms = [family.published for family in families.built_in()]
+        names = ", ".join(one.model_type for one in forms if one is not None and one.vision is not None)
         raise ValueError(f"a {raw.get('model_type')} model sees no images; models that do are {names}")
     return form.vision(raw, text)
-
-
-def _sees(family: families.Family) -> bool:
-    return family.published is not None and family.published.vision is not None
 
 
 def places(stored: Iterable[str], text: HfConfig) -> dict[str, Place]:
@@ -246,38 +243,17 @@ def _check_has_weights(folder: Path, flag: str) -> None:
 def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> None:
     """Check that every .safetensors file that the folder needs is there and whole."""
     for path in _weight_files(Path(folder), flag):
-        _header(path, flag)
+        tensors_of(path, flag)
 
 
 def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str, StoredTensor]:
     """Return the tensors of the folder by name, as a reader finds them: of a sharded one those that the index names."""
     paths = _weight_files(Path(folder), flag)
+    if (index := _read_index(Path(folder), flag)) is not None:
+        found = {name: tensors_of(path, flag).get(name) for name, path in index.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
     single = [path for path in paths if path.name == SINGLE]
-    files = _read_index(Path(folder), flag) or {name: path for path in single or paths for name in _header(path, flag)}
-    found = {name: stored_tensor(path, name, flag) for name, path in files.items()}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def tensors_of(path: Path, flag: str) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name; raises as `stored_tensor`."""
-    tensors = {name: stored_tensor(path, name, flag) for name in _header(path, flag)}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def stored_tensor(path: Path, name: str, flag: str = "--hf-checkpoint") -> StoredTensor | None:
-    """Return one tensor of a file; None: the file lacks it, whatever the index says.
-
-    Raises:
-        OSError: the file is not there.
-        ValueError: it is cut off or no safetensors, or the tensor's sizes are not numbers.
-    """
-    entry = _header(path, flag).get(name)
-    if entry is None:
-        return None
-    sizes = entry.get("shape")
-    if not isinstance(sizes, list) or any(type(size) is not int for size in sizes):
-        raise ValueError(f"{flag} {path}: malformed safetensors header (shape {sizes!r} of {name})")
-    return StoredTensor(tuple(sizes), str(entry.get("dtype")), path)
+    return {name: tensor for path in single or paths for name, tensor in tensors_of(path, flag).items()}
 
 
 def tensor_files(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Path]:
@@ -290,7 +266,7 @@ def tensor_files(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str,
             f"{flag} {folder}: it has neither {SINGLE} nor {INDEX}; convert other formats with transformers'"
             " save_pretrained"
         )
-    return dict.fromkeys(_header(single, flag), single)
+    return dict.fromkeys(tensors_of(single, flag), single)
 
 
 def _read_index(folder: Path, flag: str) -> dict[str, Path] | None:
@@ -319,34 +295,41 @@ def _weight_files(folder: Path, flag: str) -> list[Path]:
     return paths
 
 
-def _header(path: Path, flag: str) -> dict[str, dict[str, object]]:
-    """Return the entries of the file's tensors by name: dtype, shape, data_offsets. A file that stays is read once.
+def tensors_of(path: Path, flag: str) -> Mapping[str, StoredTensor]:
+    """Return the tensors of one file by name; a file that stays is read once.
 
     The format: 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes.
+
+    Raises:
+        OSError: the file is not there.
+        ValueError: it is cut off or no safetensors.
     """
     status = path.stat()
     return _read_header(path, flag, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=512)
-def _read_header(path: Path, flag: str, size: int, _changed: int) -> dict[str, dict[str, object]]:
+def _read_header(path: Path, flag: str, size: int, _changed: int) -> Mapping[str, StoredTensor]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{flag} {path}: not a safetensors file, or cut off in its header")
+        tensors, expected = dict[str, StoredTensor](), 8 + length
         try:
-            header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            ends = {name: entry["data_offsets"][1] for name, entry in entries.items()}
+            for name, entry in json.loads(file.read(length)).items():
+                if name == "__metadata__":
+                    continue
+                sizes, end = tuple(entry["shape"]), entry["data_offsets"][1]
+                if any(type(number) is not int or number < 0 for number in (*sizes, end)):
+                    raise ValueError(f"of {name}: sizes and places that are not numbers")
+                tensors[name] = StoredTensor(sizes, str(entry.get("dtype")), path)
+                expected = max(expected, 8 + length + end)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"{flag} {path}: malformed safetensors header ({error!r})") from error
-    if any(type(end) is not int or end < 0 for end in ends.values()):
-        raise ValueError(f"{flag} {path}: malformed safetensors header (places of tensors that are not numbers)")
-    expected = 8 + length + max(ends.values(), default=0)
     if size != expected:
         raise ValueError(
             f"{flag} {path}: the file has {size} bytes, its header describes {expected}; it is cut off or damaged, copy"
             " it again"
         )
-    return entries
+    return tensors

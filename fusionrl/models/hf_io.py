@@ -18,14 +18,7 @@ from torch import Tensor
 
 from fusionrl.models import convert, families
 from fusionrl.models.convert import dequantize, dequantize_mxfp4
-from fusionrl.models.hf_folder import (
-    Place,
-    StoredTensor,
-    form_of,
-    places,
-    stored_tensor,
-    tensor_files,
-)
+from fusionrl.models.hf_folder import Place, StoredTensor, form_of, places, tensor_files, tensors_of
 from fusionrl.models.quantization import BLOCKS, SCALE, SCALES, mxfp4_sizes, read_quantization
 from fusionrl.models.rules import MTP, HfConfig
 from fusionrl.models.shape import ModelShape, read_text_config
@@ -72,7 +65,7 @@ class HFReader:
     def stored(self, name: str) -> StoredTensor | None:
         """The tensor of the files that has the tensor `name`; None: there is none."""
         file = self._files.get(self.place(name).name)
-        return None if file is None else stored_tensor(file, self.place(name).name, self.flag)
+        return None if file is None else tensors_of(file, self.flag).get(self.place(name).name)
 
     def sizes(self, name: str) -> tuple[int, ...]:
         """Sizes of the tensor `name` as its file has them."""

@@ -15,7 +15,7 @@ from fusionrl.models.hf_folder import text_config, vision_of
 from fusionrl.models.kinds import Attention, Dense, Experts, Full, Kind, Latent, Mlp
 from fusionrl.models.kinds.attention import check_yarn, is_yarn
 from fusionrl.models.rules import HfConfig
-from fusionrl.models.vision import VisionShape, restored
+from fusionrl.models.vision import VisionShape
 
 
 def _of_its_class(value: object) -> object:
@@ -26,9 +26,18 @@ def _of_its_class(value: object) -> object:
     return classes[value["kind"]](**value)
 
 
+def _of_its_tower(value: object) -> object:
+    """A tower's shape out of what `model_dump` made of it; others as they are."""
+    if not isinstance(value, Mapping):
+        return value
+    from fusionrl.models.families.vision import TOWERS
+
+    return next(tower for tower in TOWERS if tower.model_fields["kind"].default == value["kind"])(**value)
+
+
 _AnyAttention = Annotated[SerializeAsAny[Attention], BeforeValidator(_of_its_class)]
 _AnyMlp = Annotated[SerializeAsAny[Mlp], BeforeValidator(_of_its_class)]
-_AnyVision = Annotated[SerializeAsAny[VisionShape], BeforeValidator(restored)]
+_AnyVision = Annotated[SerializeAsAny[VisionShape], BeforeValidator(_of_its_tower)]
 
 
 class ModelShape(BaseModel):

@@ -1,15 +1,15 @@
 """Vision towers: their sizes and tensors, and the positions of text and images in a sequence. Pure, without torch.
 
 A tower turns the patches of an image into features, `merge` x `merge` of them into one, and each of these replaces the
-embedding of one placeholder token. A kind of tower is a subclass of `VisionShape`; its torch module is in the table
-`TOWERS` of `trainer/vision_tower.py`.
+embedding of one placeholder token. A kind of tower is a subclass of `VisionShape`
+(`models/families/vision.py`); its torch module is in the table `TOWERS` of `trainer/vision_tower.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -140,158 +140,6 @@ class VisionShape(BaseModel):
     def stored(self, name: str) -> str:
         """Return the name that files give the tensor `name`, without the tower's prefix."""
         return name
-
-
-def _linear(name: str, out: int, inputs: int) -> Iterator[tuple[str, Sizes]]:
-    yield f"{name}.weight", (out, inputs)
-    yield f"{name}.bias", (out,)
-
-
-class WindowTower(VisionShape):
-    """Qwen2.5-VL's: most blocks attend within windows.
-
-    window_size  pixels of a window's side
-    full_layers  blocks that attend to the whole image
-    """
-
-    kept_hidden, kept_ffn = 12, 4
-    engine_rows = ("mlp.gate_proj", "mlp.up_proj", "merger.mlp.0")
-    engine_columns = ("attn.proj", "mlp.down_proj", "merger.mlp.2")
-    engine_joined = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
-    engine_multiple = 8
-
-    kind: Literal["qwen2_5_vl"] = "qwen2_5_vl"
-    window_size: int = Field(gt=0)
-    full_layers: tuple[int, ...]
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """All but `full_layers`."""
-        return self.num_layers - len(self.full_layers), (self.window_size // self.patch_size) ** 2
-
-    def tensors(self) -> Iterator[tuple[str, Sizes]]:
-        """RMSNorm, and a gated MLP with biases."""
-        h, f, joined = self.hidden_size, self.ffn_hidden_size, self.hidden_size * self.merge**2
-        yield "patch_embed.proj.weight", (h, *self.kernel)
-        for number in range(self.num_layers):
-            block = f"blocks.{number}"
-            yield f"{block}.norm1.weight", (h,)
-            yield f"{block}.norm2.weight", (h,)
-            yield from _linear(f"{block}.attn.qkv", 3 * h, h)
-            yield from _linear(f"{block}.attn.proj", h, h)
-            yield from _linear(f"{block}.mlp.gate_proj", f, h)
-            yield from _linear(f"{block}.mlp.up_proj", f, h)
-            yield from _linear(f"{block}.mlp.down_proj", h, f)
-        yield "merger.ln_q.weight", (h,)
-        yield from _linear("merger.mlp.0", joined, joined)
-        yield from _linear("merger.mlp.2", self.out_hidden_size, joined)
-
-
-class DeepstackTower(VisionShape):
-    """Qwen3-VL's and Qwen3.5's: a table of positions, and features of inner blocks for the decoder's first layers.
-
-    num_positions    rows of the table, a square that is stretched to each image
-    deepstack_layers  see `deepstack`
-    """
-
-    kept_hidden, kept_ffn = 10, 2
-    engine_rows = ("linear_fc1",)
-    engine_columns = ("attn.proj", "linear_fc2")
-
-    kind: Literal["qwen3_vl"] = "qwen3_vl"
-    num_positions: int = Field(gt=0)
-    deepstack_layers: tuple[int, ...] = ()
-
-    @property
-    def deepstack(self) -> tuple[int, ...]:
-        """As config.json lists them."""
-        return self.deepstack_layers
-
-    @property
-    def table(self) -> tuple[int, int]:
-        """Rows and columns of the table of positions."""
-        side = round(self.num_positions**0.5)
-        return side, side
-
-    def tensors(self) -> Iterator[tuple[str, Sizes]]:
-        """LayerNorm, and an MLP of two layers."""
-        h, f, joined = self.hidden_size, self.ffn_hidden_size, self.hidden_size * self.merge**2
-        yield "patch_embed.proj.weight", (h, *self.kernel)
-        yield "patch_embed.proj.bias", (h,)
-        yield "pos_embed.weight", (self.num_positions, h)
-        for number in range(self.num_layers):
-            block = f"blocks.{number}"
-            for norm in ("norm1", "norm2"):
-                yield f"{block}.{norm}.weight", (h,)
-                yield f"{block}.{norm}.bias", (h,)
-            yield from _linear(f"{block}.attn.qkv", 3 * h, h)
-            yield from _linear(f"{block}.attn.proj", h, h)
-            yield from _linear(f"{block}.mlp.linear_fc1", f, h)
-            yield from _linear(f"{block}.mlp.linear_fc2", h, f)
-        mergers = {"merger": h} | {f"deepstack_merger_list.{number}": joined for number in range(len(self.deepstack))}
-        for merger, normed in mergers.items():
-            yield f"{merger}.norm.weight", (normed,)
-            yield f"{merger}.norm.bias", (normed,)
-            yield from _linear(f"{merger}.linear_fc1", joined, joined)
-            yield from _linear(f"{merger}.linear_fc2", self.out_hidden_size, joined)
-
-
-class MoonTower(DeepstackTower):
-    """Kimi-VL's MoonViT (arXiv:2504.07491): as Qwen3-VL's, but that neighbours in a head are turned against each other,
-    and a norm after the last block.
-
-    position_table  rows and columns of the table of positions
-    """
-
-    engine_rows = ("mlp.fc0",)
-    engine_columns = ("wo", "mlp.fc1")
-    engine_modules = {".wqkv.": ".attn.qkv_proj.", ".wo.": ".attn.proj."}
-    engine_counts_layers = True
-    epsilon = 1e-5
-
-    kind: Literal["moonvit"] = "moonvit"  # type: ignore[assignment]
-    position_table: tuple[int, int]
-
-    @property
-    def table(self) -> tuple[int, int]:
-        """It need not be a square."""
-        return self.position_table
-
-    def tensors(self) -> Iterator[tuple[str, Sizes]]:
-        """As Qwen3-VL's, and the last norm."""
-        for name, sizes in super().tensors():
-            yield name, (*self.table, *sizes[1:]) if name == "pos_embed.weight" else sizes
-        yield "final_norm.weight", (self.hidden_size,)
-        yield "final_norm.bias", (self.hidden_size,)
-
-    def stored(self, name: str) -> str:
-        """Kimi-VL's names; the merger is its projector."""
-        for ours, theirs in _MOON_NAMES.items():
-            name = name.replace(ours, theirs)
-        return name
-
-
-_MOON_NAMES = {  # in this order
-    "blocks.": "encoder.blocks.",
-    "final_norm.": "encoder.final_layernorm.",
-    "pos_embed.": "patch_embed.pos_emb.",
-    ".norm1.": ".norm0.",
-    ".norm2.": ".norm1.",
-    ".attn.qkv.": ".wqkv.",
-    ".attn.proj.": ".wo.",
-    ".mlp.linear_fc1.": ".mlp.fc0.",
-    ".mlp.linear_fc2.": ".mlp.fc1.",
-    "merger.norm.": "merger.pre_norm.",
-    ".linear_fc": ".linear_",
-}
-
-
-def restored(value: object) -> object:
-    """A tower's shape out of what `model_dump` made of it; others as they are."""
-    if not isinstance(value, Mapping):
-        return value
-    classes: tuple[type[VisionShape], ...] = (WindowTower, DeepstackTower, MoonTower)
-    return next(shape for shape in classes if shape.model_fields["kind"].default == value["kind"])(**value)
 
 
 def positions(length: int, spans: Sequence[tuple[int, Grid]]) -> np.ndarray:

@@ -16,24 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
 from fusionrl.models.kinds import Delta
 from fusionrl.models.kinds.delta import CHUNK
+from fusionrl.trainer.local_attention import DividedRows
 from fusionrl.trainer.local_layers import PlainNorm
 from fusionrl.trainer.packed_row import PackedLayout, zigzag_positions
-
-_DIVIDED = ("conv_weight", "dt_bias", "A_log")
 
 
 class GatedSelfAttention(SelfAttention):
@@ -195,7 +188,7 @@ def _has_kernels() -> bool:
     return importlib.util.find_spec("fla") is not None
 
 
-class GatedDelta(MegatronModule):
+class GatedDelta(DividedRows):
     """A gated delta net in place of a layer's self-attention."""
 
     def __init__(
@@ -223,14 +216,9 @@ class GatedDelta(MegatronModule):
             is_expert=False,
             **common,
         )
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        sizes: dict[str, tuple[int, ...]] = {"conv_weight": (kind.channels // size, 1, kind.conv_size)}
-        sizes |= dict.fromkeys(("dt_bias", "A_log"), (kind.value_heads // size,))
-        for name, shape in sizes.items():
-            dtype = torch.float32 if name == "A_log" else config.params_dtype
-            parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-            setattr(self, name, parameter)
+        self.add_rows("conv_weight", kind.channels // size, 1, kind.conv_size)
+        self.add_rows("dt_bias", kind.value_heads // size)
+        self.add_rows("A_log", kind.value_heads // size, dtype=torch.float32)
         self.out_norm = PlainNorm(config, kind.value_dim, config.layernorm_epsilon)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDelta:
@@ -277,27 +265,6 @@ class GatedDelta(MegatronModule):
         if self.cp.size() > 1:
             out = _some_tokens(out, lengths, self.cp)
         return self.out_proj(out[:, None].contiguous())
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> dict[str, object]:
-        """Return the state of a checkpoint: rows of these parameters on each tensor-parallel rank."""
-        own = {name: getattr(self, name) for name in _DIVIDED}
-        state: dict[str, object] = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(_DIVIDED, 0),
-            sharded_offsets,
-            tp_group=self.tp,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        for name, module in self.named_children():
-            child = f"{prefix}{name}."
-            state |= sharded_state_dict_default(module, child, sharded_offsets, metadata, tp_group=self.tp)
-        return state
 
 
 @lru_cache(maxsize=4)

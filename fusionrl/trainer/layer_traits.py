@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
@@ -14,12 +14,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from fusionrl.models.kinds import Grouped
 from fusionrl.models.kinds.attention import Yarn, is_yarn
 from fusionrl.models.shape import ModelShape
+from fusionrl.trainer.local_attention import DividedRows
 from fusionrl.trainer.local_layers import LocalNorm
 from fusionrl.trainer.packed_row import PackedLayout
 
@@ -89,7 +90,7 @@ class WidthNorms(MegatronModule):
         self.k_layernorm = WidthNorm(config, config.num_query_groups or config.num_attention_heads)
 
 
-class WidthNorm(MegatronModule):
+class WidthNorm(DividedRows):
     """RMSNorm over all heads of all tensor-parallel ranks, of which this rank has some.
 
     Megatron must not take it for one that every rank has whole (`settings.py`: qk_layernorm).
@@ -97,39 +98,20 @@ class WidthNorm(MegatronModule):
 
     def __init__(self, config: TransformerConfig, num_heads: int) -> None:
         super().__init__(config)
-        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.tp = parallel_state.get_tensor_model_parallel_group()
         self.size, self.eps = num_heads * config.kv_channels, config.layernorm_epsilon
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        size = self.size // self.group.size()
-        self.weight = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
-        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        self.add_rows("weight", self.size // self.tp.size())
 
     def forward(self, heads: Tensor) -> Tensor:
         """heads [..., heads of this rank, d] → the same shape."""
         rows = heads.flatten(-2).float()
         squares = rows.pow(2).sum(-1, keepdim=True)
-        if self.group.size() > 1:
+        if self.tp.size() > 1:
             # The sum is over all ranks, and so is its gradient.
-            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
-            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.tp)
         normed = rows * torch.rsqrt(squares / self.size + self.eps) * self.weight
         return normed.to(heads.dtype).view(heads.shape)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> dict[str, object]:
-        """Return the state of a checkpoint: a part of the rows on each tensor-parallel rank."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
 
 
 class OwnScale:

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
 from fusionrl.trainer.packed_row import Bucket, PackedLayout, Places, whole_row, zigzag_positions
@@ -61,7 +61,41 @@ def _with_sinks(
     return query, key, F.pad(value, (0, size + 8 - value.size(-1), 1, 0)), F.pad(mask, (1, 0))
 
 
-class SDPACoreAttention(MegatronModule):
+class DividedRows(MegatronModule):
+    """A module of whose own parameters each tensor-parallel rank has some rows."""
+
+    tp: torch.distributed.ProcessGroup
+
+    def add_rows(self, name: str, *sizes: int, dtype: torch.dtype | None = None) -> None:
+        """Add a parameter of these sizes on this rank; the gradient norm counts the rows of all ranks."""
+        device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
+        rows = torch.nn.Parameter(torch.empty(sizes, dtype=dtype or self.config.params_dtype, device=device))
+        tensor_parallel.set_tensor_model_parallel_attributes(rows, True, 0, 1)
+        setattr(self, name, rows)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, object]:
+        """Return the state of a checkpoint; the modules in it answer for themselves."""
+        own = dict(self.named_parameters(recurse=False))
+        state: dict[str, object] = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.tp,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        for name, module in self.named_children():
+            child = f"{prefix}{name}."
+            state |= sharded_state_dict_default(module, child, sharded_offsets, metadata, tp_group=self.tp)
+        return state
+
+
+class SDPACoreAttention(DividedRows):
     """Causal attention over packed sequences, with grouped queries and zig-zag context parallelism.
 
     Context parallelism gathers keys and values of all ranks (in backward: reduce-scatters their gradients).
@@ -90,7 +124,7 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group = groups.cp
+        self.tp, self.cp_group = groups.tp, groups.cp
         scale = softmax_scale if self.own_scale is None else self.own_scale
         self.scale = scale if scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -99,7 +133,6 @@ class SDPACoreAttention(MegatronModule):
             heads = config.num_attention_heads // groups.tp.size()
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
-            self.tp_group = groups.tp
 
     def forward(
         self,
@@ -166,24 +199,6 @@ class SDPACoreAttention(MegatronModule):
         with tensor_parallel.get_cuda_rng_tracker().fork() if is_forked else nullcontext():
             out = F.scaled_dot_product_attention(query, key, value, mask, dropout, mask is None, scale=self.scale)
         return out[..., :size]
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> dict[str, object]:
-        """Return the state of a checkpoint: the sinks of this rank's heads."""
-        if self.softmax_offset is None:
-            return {}
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fusionrl.models.vision import DeepstackTower, Grid, MoonTower, VisionShape, WindowTower
+from fusionrl.models.families.vision import DeepstackTower, MoonTower, WindowTower
+from fusionrl.models.vision import Grid, VisionShape
 
 Groups: TypeAlias = "list[tuple[int, Tensor | None]]"
 """(length, the patches of all segments of this length; None: all patches, in their order)."""

@@ -3,21 +3,16 @@
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
+from fusionrl.trainer.local_attention import DividedRows
 from fusionrl.trainer.packed_row import PackedLayout
 from plugins.models.short_conv import ShortConv
 
 
-class ShortConvolution(MegatronModule):
+class ShortConvolution(DividedRows):
     """A gated short convolution in place of a layer's self-attention."""
 
     def __init__(
@@ -37,11 +32,7 @@ class ShortConvolution(MegatronModule):
         common["tp_group"] = self.tp
         self.in_proj = ColumnParallelLinear(hidden, 3 * hidden, gather_output=False, skip_bias_add=False, **common)
         self.out_proj = RowParallelLinear(hidden, hidden, input_is_parallel=True, skip_bias_add=True, **common)
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        sizes = (hidden // self.tp.size(), 1, kind.size)
-        self.conv_weight = torch.nn.Parameter(torch.empty(sizes, dtype=config.params_dtype, device=device))
-        # Each tensor-parallel rank has some of its rows: the gradient norm counts them all.
-        set_tensor_model_parallel_attributes(self.conv_weight, True, 0, 1)
+        self.add_rows("conv_weight", hidden // self.tp.size(), 1, kind.size)
 
     def forward(
         self,
@@ -61,23 +52,3 @@ class ShortConvolution(MegatronModule):
             before = F.pad(rows, (0, 0, back, 0))[: rows.size(0)]  # but not those of the sequence before
             out = out + before * (positions >= back)[:, None] * kernel[:, -1 - back]
         return self.out_proj((c * out)[:, None])
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> dict[str, object]:
-        """Return the state of a checkpoint: rows of the convolution on each tensor-parallel rank."""
-        state: dict[str, object] = make_sharded_tensors_for_checkpoint(
-            {"conv_weight": self.conv_weight},
-            prefix,
-            {"conv_weight": 0},
-            sharded_offsets,
-            tp_group=self.tp,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        for name, module in self.named_children():
-            child = f"{prefix}{name}."
-            state |= sharded_state_dict_default(module, child, sharded_offsets, metadata, tp_group=self.tp)
-        return state

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from fusionrl.models import families
 from fusionrl.models.engine_config import pushed_arguments, text_view
+from fusionrl.models.families.vision import DeepstackTower
 from fusionrl.models.hf_folder import whole_name
 from fusionrl.models.hf_io import HFReader, read_part
 from fusionrl.models.hf_save import as_stored
 from fusionrl.models.quantization import shape_errors
 from fusionrl.models.shape import ModelShape, differences, read_model_shape, shape_from_hf_config
-from fusionrl.models.vision import DeepstackTower, axes, positions
+from fusionrl.models.vision import axes, positions
 from tests.tiny_vision import IMAGE, KIMI, KINDS, config_of, make_tiny_vlm, random_image, turn_experts
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.models.families.vision import WindowTower
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.trainable import frozen_names, frozen_tensors
-from fusionrl.models.vision import WindowTower
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.costs import ImageCost, SequenceCost
 from fusionrl.plan.devices import GIB

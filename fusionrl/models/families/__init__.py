@@ -9,22 +9,33 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from fusionrl.models.families import hybrids, llama, mixtures, parts, vision
+from fusionrl.models.families import parts
 from fusionrl.models.rules import IGNORED, Family, Rule, Sizes, canonical_name
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
 
-__all__ = ["Family", "Rule", "canonical_name", "get_family", "hf_shapes", "ignored", "kept", "model_rules", "rule_of"]
+__all__ = [
+    "Family",
+    "Rule",
+    "built_in",
+    "canonical_name",
+    "get_family",
+    "hf_shapes",
+    "ignored",
+    "kept",
+    "model_rules",
+    "parts",
+    "rule_of",
+]
 
-_FILES = (llama, mixtures, hybrids, vision)
-BUILT_IN = {family.model_type: family for file in _FILES for family in file.FAMILIES}
-PUBLISHED = {family.published.model_type: family for family in BUILT_IN.values() if family.published is not None}
-"""`model_type` of a multimodal model → the family of its text part."""
-
+_FILES = ("llama", "vision", "mixtures", "hybrids")
+"""The files here with `FAMILIES`, in the order in which they are searched: DeepSeek-V3 with a tower comes before that
+without. A run imports no further than to its own."""
 _MOVED = ("fusionrl.models.families.rules", "fusionrl.models.families.hf_config")
 _MAMBA = "its Mamba layers: Megatron-core's train no packed sequences, and SGLang needs a GPU for them"
 _LLAMA4 = "it attends in chunks and scales what experts read; no trainer here does so, and SGLang needs a GPU for it"
@@ -40,16 +51,35 @@ REFUSED = {
 """Model types that users request, and why they are not here. A file in plugins/models goes before."""
 
 
+def built_in() -> Iterator[Family]:
+    """The families of these files, one file imported after the other; of two with a model type the first counts."""
+    for file in _FILES:
+        yield from importlib.import_module(f"{__name__}.{file}").FAMILIES
+
+
+@lru_cache(maxsize=8)
+def published_family(model_type: str) -> Family | None:
+    """The family of a multimodal model's text part, by the whole model's type; None: that is not such a type."""
+    for family in built_in():
+        if family.model_type == model_type:
+            return None
+        if family.published is not None and family.published.model_type == model_type:
+            return family
+    return None
+
+
 def get_family(model_type: str) -> Family:
     """The family of config.json's `model_type`."""
-    if isinstance(model_type, str) and model_type in BUILT_IN:
-        return BUILT_IN[model_type]
+    if (found := next((family for family in built_in() if family.model_type == model_type), None)) is not None:
+        return found
     module = f"plugins.models.{model_type}"
     if not isinstance(model_type, str) or not model_type.isidentifier() or not _is_there(module):
         if isinstance(model_type, str) and model_type in REFUSED:
             raise ValueError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
+        known = dict.fromkeys(family.model_type for family in built_in())
+        known |= dict.fromkeys(family.published.model_type for family in built_in() if family.published is not None)
         raise ValueError(
-            f"model_type {model_type!r} is not supported; supported are {', '.join((*BUILT_IN, *PUBLISHED))}, "
+            f"model_type {model_type!r} is not supported; supported are {', '.join(known)}, "
             "and what has a file in plugins/models"
         )
     try:

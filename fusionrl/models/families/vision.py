@@ -1,4 +1,4 @@
-"""Families that see: their text parts are those of other families, and a reader of the tower of each.
+"""Families that see: their text parts are those of other families; the towers, and a reader of each.
 
 In a run without images such a model is its text part alone, which has plain rotary embeddings. Kimi-VL's text part is
 DeepSeek-V3 itself.
@@ -6,16 +6,165 @@ DeepSeek-V3 itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from fusionrl.models.families import llama, mixtures
-from fusionrl.models.rules import Family, HfConfig, Published
-from fusionrl.models.vision import DeepstackTower, MoonTower, VisionShape, WindowTower
+from fusionrl.models.rules import Family, HfConfig, Published, Sizes
+from fusionrl.models.vision import VisionShape
 
 _PLAIN = ("default", "mrope")
+
+
+def _linear(name: str, out: int, inputs: int) -> Iterator[tuple[str, Sizes]]:
+    yield f"{name}.weight", (out, inputs)
+    yield f"{name}.bias", (out,)
+
+
+class WindowTower(VisionShape):
+    """Qwen2.5-VL's: most blocks attend within windows.
+
+    window_size  pixels of a window's side
+    full_layers  blocks that attend to the whole image
+    """
+
+    kept_hidden, kept_ffn = 12, 4
+    engine_rows = ("mlp.gate_proj", "mlp.up_proj", "merger.mlp.0")
+    engine_columns = ("attn.proj", "mlp.down_proj", "merger.mlp.2")
+    engine_joined: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+    engine_multiple = 8
+
+    kind: Literal["qwen2_5_vl"] = "qwen2_5_vl"
+    window_size: int = Field(gt=0)
+    full_layers: tuple[int, ...]
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """All but `full_layers`."""
+        return self.num_layers - len(self.full_layers), (self.window_size // self.patch_size) ** 2
+
+    def tensors(self) -> Iterator[tuple[str, Sizes]]:
+        """RMSNorm, and a gated MLP with biases."""
+        h, f, joined = self.hidden_size, self.ffn_hidden_size, self.hidden_size * self.merge**2
+        yield "patch_embed.proj.weight", (h, *self.kernel)
+        for number in range(self.num_layers):
+            block = f"blocks.{number}"
+            yield f"{block}.norm1.weight", (h,)
+            yield f"{block}.norm2.weight", (h,)
+            yield from _linear(f"{block}.attn.qkv", 3 * h, h)
+            yield from _linear(f"{block}.attn.proj", h, h)
+            yield from _linear(f"{block}.mlp.gate_proj", f, h)
+            yield from _linear(f"{block}.mlp.up_proj", f, h)
+            yield from _linear(f"{block}.mlp.down_proj", h, f)
+        yield "merger.ln_q.weight", (h,)
+        yield from _linear("merger.mlp.0", joined, joined)
+        yield from _linear("merger.mlp.2", self.out_hidden_size, joined)
+
+
+class DeepstackTower(VisionShape):
+    """Qwen3-VL's and Qwen3.5's: a table of positions, and features of inner blocks for the decoder's first layers.
+
+    num_positions    rows of the table, a square that is stretched to each image
+    deepstack_layers  see `deepstack`
+    """
+
+    kept_hidden, kept_ffn = 10, 2
+    engine_rows = ("linear_fc1",)
+    engine_columns = ("attn.proj", "linear_fc2")
+
+    kind: Literal["qwen3_vl"] = "qwen3_vl"
+    num_positions: int = Field(gt=0)
+    deepstack_layers: tuple[int, ...] = ()
+
+    @property
+    def deepstack(self) -> tuple[int, ...]:
+        """As config.json lists them."""
+        return self.deepstack_layers
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """Rows and columns of the table of positions."""
+        side = round(self.num_positions**0.5)
+        return side, side
+
+    def tensors(self) -> Iterator[tuple[str, Sizes]]:
+        """LayerNorm, and an MLP of two layers."""
+        h, f, joined = self.hidden_size, self.ffn_hidden_size, self.hidden_size * self.merge**2
+        yield "patch_embed.proj.weight", (h, *self.kernel)
+        yield "patch_embed.proj.bias", (h,)
+        yield "pos_embed.weight", (self.num_positions, h)
+        for number in range(self.num_layers):
+            block = f"blocks.{number}"
+            for norm in ("norm1", "norm2"):
+                yield f"{block}.{norm}.weight", (h,)
+                yield f"{block}.{norm}.bias", (h,)
+            yield from _linear(f"{block}.attn.qkv", 3 * h, h)
+            yield from _linear(f"{block}.attn.proj", h, h)
+            yield from _linear(f"{block}.mlp.linear_fc1", f, h)
+            yield from _linear(f"{block}.mlp.linear_fc2", h, f)
+        mergers = {"merger": h} | {f"deepstack_merger_list.{number}": joined for number in range(len(self.deepstack))}
+        for merger, normed in mergers.items():
+            yield f"{merger}.norm.weight", (normed,)
+            yield f"{merger}.norm.bias", (normed,)
+            yield from _linear(f"{merger}.linear_fc1", joined, joined)
+            yield from _linear(f"{merger}.linear_fc2", self.out_hidden_size, joined)
+
+
+class MoonTower(DeepstackTower):
+    """Kimi-VL's MoonViT (arXiv:2504.07491): as Qwen3-VL's, but that neighbours in a head are turned against each other,
+    and a norm after the last block.
+
+    position_table  rows and columns of the table of positions
+    """
+
+    engine_rows = ("mlp.fc0",)
+    engine_columns = ("wo", "mlp.fc1")
+    engine_modules: ClassVar[Mapping[str, str]] = {".wqkv.": ".attn.qkv_proj.", ".wo.": ".attn.proj."}
+    engine_counts_layers = True
+    epsilon = 1e-5
+
+    kind: Literal["moonvit"] = "moonvit"  # type: ignore[assignment]
+    position_table: tuple[int, int]
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """It need not be a square."""
+        return self.position_table
+
+    def tensors(self) -> Iterator[tuple[str, Sizes]]:
+        """As Qwen3-VL's, and the last norm."""
+        for name, sizes in super().tensors():
+            yield name, (*self.table, *sizes[1:]) if name == "pos_embed.weight" else sizes
+        yield "final_norm.weight", (self.hidden_size,)
+        yield "final_norm.bias", (self.hidden_size,)
+
+    def stored(self, name: str) -> str:
+        """Kimi-VL's names; the merger is its projector."""
+        for ours, theirs in _MOON_NAMES.items():
+            name = name.replace(ours, theirs)
+        return name
+
+
+_MOON_NAMES = {  # in this order
+    "blocks.": "encoder.blocks.",
+    "final_norm.": "encoder.final_layernorm.",
+    "pos_embed.": "patch_embed.pos_emb.",
+    ".norm1.": ".norm0.",
+    ".norm2.": ".norm1.",
+    ".attn.qkv.": ".wqkv.",
+    ".attn.proj.": ".wo.",
+    ".mlp.linear_fc1.": ".mlp.fc0.",
+    ".mlp.linear_fc2.": ".mlp.fc1.",
+    "merger.norm.": "merger.pre_norm.",
+    ".linear_fc": ".linear_",
+}
+
+
+TOWERS: tuple[type[VisionShape], ...] = (WindowTower, DeepstackTower, MoonTower)
 
 
 def _plain(raw: HfConfig) -> HfConfig:
