@@ -38,13 +38,11 @@ def _add_to_table(module: ModuleType) -> None:
 
 def _mend(module: ModuleType) -> None:
     """Give the projector its GELU; let a push have the trainers' names, and end what was kept of earlier weights."""
-    from fusionrl.models.families import published_family
+    from fusionrl.models.families import published_form
     from fusionrl.models.hf_folder import whole_name
 
     vars(module)["QuickGELU"] = module.GELUActivation
-    kind, family = module.KimiVLForConditionalGeneration, published_family(_MODEL_TYPE)
-    assert family is not None
-    form = family.published
+    kind, form = module.KimiVLForConditionalGeneration, published_form(_MODEL_TYPE)
     assert form is not None
     original: Callable[..., object] = kind.load_weights
 

@@ -68,11 +68,6 @@ def pieces(rule: Rule, part: Tensor, size: int = 1) -> list[Tensor]:
     ]
 
 
-def piece(rule: Rule, part: Tensor, place: int, size: int = 1) -> Tensor:
-    """Return the one of `pieces` at `place`."""
-    return pieces(rule, part, size)[place]
-
-
 def views(tensor: Tensor, share: Share) -> list[Tensor]:
     """Return the parts of a whole tensor that a rank holds."""
     return [tensor.narrow(share.dim, part.start, part.stop - part.start) for part in share.slices]

@@ -47,32 +47,21 @@ def pushed_arguments(folder: str | Path, overrides: object) -> dict[str, object]
     Where the folder has them in MXFP4, or experts of Qwen3-VL-MoE as transformers 5 makes them, trainers push what that
     means, and the engine does not read the files. `overrides`: the user's, as JSON.
     """
-    if _has_other_experts(folder):
-        return {"load_format": "dummy"}
-    try:
-        has_other_form = is_mxfp4(read_hf_config(folder, "--hf-checkpoint"))
-    except ValueError:
-        has_other_form = False
-    if not has_other_form:
-        return {}
-    plain = {"quantization_config": None} | json.loads(str(overrides or "{}"))
-    return {"load_format": "dummy", "json_model_override_args": json.dumps(plain)}
-
-
-def _has_other_experts(folder: str | Path) -> bool:
-    """Return whether the experts of a layer are in one tensor with outputs before inputs, which SGLang cannot read."""
     try:
         text = read_text_config(folder, "--hf-checkpoint")
-        form = form_of(text)
-        if form is None or not form.may_turn:
-            return False
-        stored = stored_tensors(folder)
-        sizes = text["hidden_size"], text["moe_intermediate_size"]
+        if is_mxfp4(text):
+            plain = {"quantization_config": None} | json.loads(str(overrides or "{}"))
+            return {"load_format": "dummy", "json_model_override_args": json.dumps(plain)}
+        if (form := form_of(text)) is None or not form.may_turn:
+            return {}
+        # SGLang cannot read experts of a layer in one tensor with outputs before inputs.
+        stored, sizes = stored_tensors(folder), (text["hidden_size"], text["moe_intermediate_size"])
         down = (place for name, place in places(stored, text).items() if name.endswith(".down_proj.weight"))
         first = next((place for place in down if place.may_turn), None)
-        return first is not None and not first.turned(sizes, stored[first.name].sizes).is_turned
+        is_other = first is not None and not first.turned(sizes, stored[first.name].sizes).is_turned
     except (OSError, KeyError, ValueError):
-        return False
+        return {}
+    return {"load_format": "dummy"} if is_other else {}
 
 
 def text_view(folder: str, place: Path, *, is_filled: bool = False) -> str:

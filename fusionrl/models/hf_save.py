@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import deque
 from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,21 +41,36 @@ def save_hf(
 
     Tensors of `source` with a name like `kept` that are not among them are written as they are stored there.
 
-    Every rank iterates `tensors`; the one with `write` writes, into a temporary folder that is renamed at
-    the end, so that a folder of that name is always complete. Files are split, and an index written, beyond
+    Every rank iterates `tensors`; the one with `write` writes. Files are split, and an index written, beyond
     `max_file_bytes`. config.json gets the dtype of the tensors. A published multimodal model is written as `source`
-    has it, with the tensors that do not belong to the text model.
+    has it, with the tensors that do not belong to the text model. Raises ValueError if `path` is there already.
     """
-    path = Path(path)
     if not write:
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)
         return
+    with _new_folder(Path(path), "--save-hf") as folder:
+        _write_model(folder, Path(source), tensors, max_file_bytes, kept)
+
+
+@contextmanager
+def _new_folder(path: Path, flag: str) -> Iterator[Path]:
+    """Give a temporary folder, which is renamed to `path` at the end: a folder of that name is always complete."""
     if path.exists():
-        raise ValueError(f"--save-hf {path}: it exists already; give another folder, or {{rollout_id}} in its name")
+        raise ValueError(f"{flag} {path}: it exists already; give another folder, or {{rollout_id}} in its name")
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    yield partial
+    partial.rename(path)
+
+
+def _write_model(
+    folder: Path,
+    source: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_bytes: int,
+    kept: re.Pattern[str] | None,
+) -> None:
     reader = published_reader(source)
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -70,7 +87,7 @@ def save_hf(
             yield from kept_tensors(source, kept, names, dtypes[-1])
 
     def flush() -> None:
-        save_file(pending, partial / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        save_file(pending, folder / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
         files.append(list(pending))
         pending.clear()
 
@@ -86,17 +103,16 @@ def save_hf(
         pending_bytes, total_bytes = pending_bytes + num_bytes, total_bytes + num_bytes
     flush()
     if len(files) == 1:
-        (partial / "part-0.safetensors").rename(partial / SINGLE)
+        (folder / "part-0.safetensors").rename(folder / SINGLE)
     else:
         weight_map = {}
         for index, names in enumerate(files):
             final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-            (partial / f"part-{index}.safetensors").rename(partial / final)
+            (folder / f"part-{index}.safetensors").rename(folder / final)
             weight_map.update(dict.fromkeys(names, final))
         text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
-        (partial / INDEX).write_text(text + "\n", encoding="utf-8")
-    copy_companions(Path(source), partial, str(dtypes[-1]).removeprefix("torch."))
-    partial.rename(path)
+        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+    copy_companions(source, folder, str(dtypes[-1]).removeprefix("torch."))
 
 
 def kept_tensors(
@@ -190,22 +206,13 @@ def write_peft(
 ) -> None:
     """Write adapters of the model `base` as a PEFT folder; every rank iterates `tensors`, the one with `write` writes.
 
-    `tensors` are those of `iter_hf_tensors` with `spec`. A folder of that name is always complete. Raises ValueError
-    if `path` is there already.
+    `tensors` are those of `iter_hf_tensors` with `spec`. Raises ValueError if `path` is there already.
     """
-    path = Path(path)
-    if write and path.exists():
-        raise ValueError(f"{flag} {path}: it exists already; give another folder, or {{rollout_id}} in its name")
-    whole: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if write:
-            whole[peft_name(name, shape)] = tensor.detach().to("cpu", copy=True).contiguous()
     if not write:
+        deque(tensors, maxlen=0)
         return
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(whole, partial / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(peft_config(spec, shape, base), indent=2)
-    (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
-    partial.rename(path)
+    with _new_folder(Path(path), flag) as folder:
+        whole = {peft_name(n, shape): tensor.detach().to("cpu", copy=True).contiguous() for n, tensor in tensors}
+        save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(peft_config(spec, shape, base), indent=2)
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")

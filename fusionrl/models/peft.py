@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from fusionrl.models import families
 from fusionrl.models.hf_folder import StoredTensor, tensors_of, text_name, whole_name
 from fusionrl.models.shape import ModelShape
-from fusionrl.models.trainable import PEFT_PREFIX, AdapterSpec, adapter_rules, spec_difference
+from fusionrl.models.trainable import PEFT_PREFIX, AdapterSpec, adapter_rules, peft_sizes, spec_difference
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLAG = "--lora-adapter-path"
@@ -41,50 +40,20 @@ _CURE = "merge the adapter into its base with PEFT (merge_and_unload) and give t
 class PeftFolder:
     """An adapter in a folder.
 
+    spec    its sizes and modules
     stored  PEFT's name of each tensor, of the text model's modules → the tensor, and its name in the file
     """
 
     folder: Path
     flag: str
     shape: ModelShape
-    config: Mapping[str, object]
+    spec: AdapterSpec
     stored: Mapping[str, tuple[str, StoredTensor]]
-
-    @cached_property
-    def spec(self) -> AdapterSpec:
-        """Sizes and modules of the adapter; raises ValueError if adapter_config.json has no such."""
-        modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in self.stored}
-        fields = {ours: self.config.get(name) for ours, name in (("rank", "r"), ("alpha", "lora_alpha"))}
-        try:
-            return AdapterSpec.model_validate(
-                fields | {"use_rslora": bool(self.config.get("use_rslora")), "targets": _shortest(modules, self.shape)}
-            )
-        except ValidationError as error:
-            (field, *_), value = error.errors()[0]["loc"], error.errors()[0]["input"]
-            name = {"rank": "r", "alpha": "lora_alpha"}.get(str(field), field)
-            raise ValueError(f"{self.flag} {self.folder}: {name} is {value!r} in {CONFIG}") from error
 
     def check(self, spec: AdapterSpec) -> None:
         """Compare with the adapters that the flags describe. Raises ValueError, with the flags that would fit."""
         if difference := spec_difference(self.spec, spec, self.shape):
             raise ValueError(f"{self.flag} {self.folder}: the adapters there {difference}")
-
-    def check_tensors(self) -> None:
-        """Compare the tensors with the model. Raises ValueError if one is missing, unknown or of another shape."""
-        where, left = f"{self.flag} {self.folder}", dict(self.stored)
-        for rule in adapter_rules(self.shape, self.spec).values():
-            for name, sizes in rule.hf.items():
-                if name not in left:
-                    raise ValueError(f"{where}: {WEIGHTS} has no {name}, but its other half; save the adapter again")
-                stored_name, tensor = left.pop(name)
-                if tensor.sizes != sizes:
-                    raise ValueError(
-                        f"{where}: tensor {stored_name} has shape {tensor.sizes}; by r in {CONFIG} and --hf-checkpoint"
-                        f" it is {sizes}"
-                    )
-        if left:
-            kind = self.shape.model_type
-            raise ValueError(f"{where}: tensor {next(iter(left))} adapts no linear layer of this {kind} model")
 
 
 def read_peft(folder: str | Path, shape: ModelShape, flag: str = FLAG) -> PeftFolder:
@@ -93,21 +62,47 @@ def read_peft(folder: str | Path, shape: ModelShape, flag: str = FLAG) -> PeftFo
     Raises:
         ValueError: names `flag`, the folder, and the field or the tensor that is not plain LoRA of this model.
     """
-    path = Path(folder)
+    path, where = Path(folder), f"{flag} {folder}"
     config = _read_config(path, flag)
     if not (path / WEIGHTS).is_file():
-        raise ValueError(f"{flag} {folder}: it has no {WEIGHTS}; save the adapter with safe_serialization=True")
+        raise ValueError(f"{where}: it has no {WEIGHTS}; save the adapter with safe_serialization=True")
     form = families.get_family(shape.model_type).published
     stored: dict[str, tuple[str, StoredTensor]] = {}
     for name, tensor in tensors_of(path / WEIGHTS, flag).items():
         match = _ADAPTERS.fullmatch(name)
         if match is None:
-            raise ValueError(f"{flag} {folder}: tensor {name} is not LoRA of a linear layer; {_CURE}")
+            raise ValueError(f"{where}: tensor {name} is not LoRA of a linear layer; {_CURE}")
         module = text_name(match[1], form) if form is not None else match[1]
         stored[f"{PEFT_PREFIX}{module}.lora_{match[2]}.weight"] = name, tensor
-    peft = PeftFolder(path, flag, shape, config, stored)
-    peft.check_tensors()
-    return peft
+    spec = _spec_of(config, _modules(stored), shape, where)
+    left = dict(stored)
+    for name, sizes in peft_sizes(shape, spec).items():
+        if name not in left:
+            raise ValueError(f"{where}: {WEIGHTS} has no {name}, but its other half; save the adapter again")
+        stored_name, tensor = left.pop(name)
+        if tensor.sizes != sizes:
+            raise ValueError(
+                f"{where}: tensor {stored_name} has shape {tensor.sizes}; by r in {CONFIG} and --hf-checkpoint it is"
+                f" {sizes}"
+            )
+    if left:
+        raise ValueError(f"{where}: tensor {next(iter(left))} adapts no linear layer of this {shape.model_type} model")
+    return PeftFolder(path, flag, shape, spec, stored)
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    return {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
+
+
+def _spec_of(config: Mapping[str, object], modules: set[str], shape: ModelShape, where: str) -> AdapterSpec:
+    """Sizes and modules of the adapter; raises ValueError if adapter_config.json has no such."""
+    fields = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "targets": _shortest(modules, shape)}
+    try:
+        return AdapterSpec.model_validate(fields | {"use_rslora": bool(config.get("use_rslora"))})
+    except ValidationError as error:
+        (field, *_), value = error.errors()[0]["loc"], error.errors()[0]["input"]
+        name = {"rank": "r", "alpha": "lora_alpha"}.get(str(field), field)
+        raise ValueError(f"{where}: {name} is {value!r} in {CONFIG}") from error
 
 
 def _read_config(folder: Path, flag: str) -> Mapping[str, object]:
@@ -138,7 +133,7 @@ def peft_config(spec: AdapterSpec, shape: ModelShape, base: str) -> dict[str, ob
     adapters of experts get the alpha that scales them alike without it.
     """
     rules = adapter_rules(shape, spec).values()
-    modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for rule in rules for name in rule.hf}
+    modules = _modules(peft_sizes(shape, spec))
     names = _shortest(modules, shape) if shape.vision is None else sorted(modules)  # a tower may have a q_proj, too
     has_experts = any(rule.expert is not None for rule in rules)
     alpha = spec.scale * spec.rank if has_experts else spec.alpha

@@ -232,6 +232,7 @@ class Published:
     packed        name of a tensor of all experts → the tensors of one expert in it, one over the other
     may_turn      such a tensor may have [in, out] of each expert, not [out, in]
     vision        the tower, of config.json of the whole model and of its text part; None: it is not trained here
+    boxes_in_pixels  the model gives boxes in an image in pixels, not in thousandths of its sides
     """
 
     model_type: str
@@ -243,6 +244,7 @@ class Published:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     may_turn: bool = False
     vision: Callable[[HfConfig, HfConfig], VisionShape] | None = None
+    boxes_in_pixels: bool = False
 
     @property
     def is_nested(self) -> bool:

@@ -87,7 +87,7 @@ def checked_spec(spec: AdapterSpec, shape: ModelShape) -> AdapterSpec:
     for flag, names in (("--target-modules", spec.targets), ("--exclude-modules", spec.excluded)):
         for name in names:
             if name != ALL_LINEAR and not any(_is_named((name,), rule, hf) for rule in rules for hf in rule.hf):
-                leaves = sorted({_module(hf).rpartition(".")[2] for rule in rules for hf in rule.hf})
+                leaves = sorted({hf.removesuffix(".weight").rpartition(".")[2] for rule in rules for hf in rule.hf})
                 stacks = "; its experts get no adapters" if has_stacks(shape) else ""
                 raise ValueError(
                     f"{flag} {name}: no linear layer of a {shape.model_type} model has this name{stacks}; known are"
@@ -133,7 +133,7 @@ def num_adapter_parameters(shape: ModelShape, spec: AdapterSpec) -> int:
 
 def peft_module(name: str) -> str:
     """Return PEFT's name of the module with the Hugging Face weight `name`."""
-    return PEFT_PREFIX + _module(name)
+    return PEFT_PREFIX + name.removesuffix(".weight")
 
 
 def _rules(rule: Rule, spec: AdapterSpec) -> Iterator[Rule]:
@@ -170,13 +170,9 @@ def _leaf(rule: Rule) -> str:
     return rule.megatron.removesuffix(".weight").rpartition(".")[2]
 
 
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
 def _is_named(names: Sequence[str], rule: Rule, hf: str) -> bool:
     """Return whether one of `names` is the end of the module's Hugging Face name, or Megatron's name of it."""
-    dotted = f".{_module(hf)}"
+    dotted = f".{hf}".removesuffix(".weight")
     return any(dotted.endswith(f".{name}") or name == _leaf(rule) for name in names)
 
 
@@ -217,22 +213,20 @@ def spec_difference(stored: AdapterSpec, run: AdapterSpec, shape: ModelShape) ->
 def adapted_difference(path: object, saved: Adapted | None, run: Adapted | None, shape: ModelShape) -> str | None:
     """Return why the checkpoint at `path` with `saved` is not one of `run`; None: it is."""
     where = f"checkpoint {path}"
-    if saved is None or run is None:
-        if saved is run:
-            return None
-        if saved is None:
-            cure = "leave out --lora-rank to resume, or start another run with --megatron-checkpoint of this folder"
-            return f"{where}: it has weights and no adapters; {cure}"
+    if saved is None:
+        cure = "leave out --lora-rank to resume, or start another run with --megatron-checkpoint of this folder"
+        return None if run is None else f"{where}: it has weights and no adapters; {cure}"
+    if run is None:
         rank = saved.adapters.rank
         return f"{where}: it has adapters and no weights; give --lora-rank {rank} to resume, or merge (fusionrl export)"
     if difference := spec_difference(saved.adapters, run.adapters, shape):
         return f"{where}: its adapters {difference}"
-    if saved.identity is not None and run.identity is not None and saved.identity != run.identity:
-        cure = "resume with the former"
-        return (
-            f"{where}: its adapters belong to the weights in {saved.base}, and those in {run.base} are others; {cure}"
-        )
-    return None
+    if None in (saved.identity, run.identity) or saved.identity == run.identity:
+        return None
+    return (
+        f"{where}: its adapters belong to the weights in {saved.base}, and those in {run.base} are others; resume with"
+        " the former"
+    )
 
 
 @lru_cache(maxsize=4)

@@ -43,13 +43,18 @@ class EngineTarget:
     handle: Any
     node_id: str  # `join_nodes` of several
     bundles: tuple[int, ...]  # devices of its tensor parallel ranks
-    num_restarts: int = 0  # by which the sender knows that this is another process
+    num_restarts: int = 0
     ep_size: int = 1  # parts into which its ranks divide the experts (SGLang's --ep-size)
     host: str = ""  # of an engine that others have started; such a one joins a group as SGLang does by itself
 
     @property
     def tp_size(self) -> int:
         return len(self.bundles)
+
+    @property
+    def process(self) -> tuple[int, int, str]:
+        """Return what tells its process from others, also from the one before a restart."""
+        return self.index, self.num_restarts, self.node_id
 
 
 def join_nodes(nodes: Iterable[str]) -> str:

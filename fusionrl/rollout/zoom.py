@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, content_size
 from fusionrl.data.sample import Sample
+from fusionrl.models.families import published_form
 from fusionrl.models.shape import read_hf_config
 from fusionrl.rollout.tools import ToolAnswer, ToolError
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 Coordinates = Literal["pixels", "thousandths"]
 Box = tuple[int, int, int, int]
-_IN_PIXELS = ("qwen2_vl", "qwen2_5_vl")  # model types whose boxes count pixels; those of others count thousandths
 _MAX_ASPECT = 100
 _MIN_SIDE = 28  # pixels of the original; smaller parts are grown
 _UNITS = {
@@ -44,7 +44,8 @@ def coordinates_of(args: Namespace) -> Coordinates:
         chosen: Coordinates = args.zoom_coordinates
         return chosen
     model_type = read_hf_config(args.hf_checkpoint, "--hf-checkpoint").get("model_type")
-    return "pixels" if model_type in _IN_PIXELS else "thousandths"
+    form = published_form(str(model_type))
+    return "pixels" if form is not None and form.boxes_in_pixels else "thousandths"
 
 
 class ZoomTool:

@@ -57,7 +57,7 @@ class WeightSync:
         self._has_warned_of_loss = False
         self._targets: list[EngineTarget] = []
         self._feeds: list[Feed] = []
-        self._have_base = set[tuple[int, int]]()  # processes of engines that get no more than adapters
+        self._have_base = set[tuple[int, int, str]]()  # processes of engines that get no more than adapters
         folder = config.weights.update_weight_local_checkpoint_dir
         name = f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
         # On each host of engines, this run's folder in --update-weight-local-checkpoint-dir.
@@ -184,10 +184,9 @@ class WeightSync:
         added = ("perf/time_sync_s", "sync/prepare_s", "sync/pause_s", "sync/bytes", "sync/calls")
         return metrics | adapters | {name: metrics.get(name, 0.0) + adapters[name] for name in added}
 
-    def _lacking(self, targets: list[EngineTarget]) -> dict[tuple[int, int], EngineTarget]:
+    def _lacking(self, targets: list[EngineTarget]) -> dict[tuple[int, int, str], EngineTarget]:
         """Return the engines whose process has no weights of this run yet: process → engine."""
-        processes = {(target.index, target.num_restarts): target for target in targets}
-        return {process: target for process, target in processes.items() if process not in self._have_base}
+        return {target.process: target for target in targets if target.process not in self._have_base}
 
     def _transfer_weights(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport

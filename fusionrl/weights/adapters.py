@@ -139,8 +139,8 @@ class Merger:
     sums: MergeSums
 
     def piece(self, rule: Rule, value: Tensor, place: int, size: int) -> Tensor:
-        """Return `convert.piece`, with its adapter if it has one."""
-        piece = convert.piece(rule, value, place, size)
+        """Return the one of `convert.pieces` at `place`, with its adapter if it has one."""
+        piece = convert.pieces(rule, value, size)[place]
         if (factors := self._factors(rule, place, size)) is None:
             return piece
         exact, added = merged(piece, *factors, self.scale)

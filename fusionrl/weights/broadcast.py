@@ -48,7 +48,7 @@ class Broadcast:
 
         Not for two sources at a time: engines that met the requests in different orders would wait for each other.
         """
-        if self._group is not None and _processes(self._targets) == _processes(targets):
+        if self._group is not None and [t.process for t in self._targets] == [t.process for t in targets]:
             self._targets = tuple(targets)
             return
         self.close()
@@ -73,7 +73,9 @@ class Broadcast:
                 attend(self._store, rank)
             offset += target.tp_size
         # In a thread: an engine that refuses never joins, and its answer must end the wait, not the time limit.
-        joined = in_thread(self.device, self._join, world_size)
+        joined = in_thread(
+            self.device, init_external_group, self.backend, self._store, world_size, 0, self._name, self.timeout_s
+        )
         try:
             wait_all([*calls, ("this rank: joining the group", joined)], self.timeout_s)
         except RuntimeError as error:
@@ -98,9 +100,6 @@ class Broadcast:
         for target, fault in zip(external, wait_all(calls, self.timeout_s), strict=True):
             if fault is not None:
                 raise RuntimeError(f"engine {target.index}: {fault}")
-
-    def _join(self, world_size: int) -> dist.ProcessGroup:
-        return init_external_group(self.backend, self._store, world_size, 0, self._name, self.timeout_s)
 
     def send(
         self, named: Sequence[tuple[str, Tensor]], flat: Tensor, stamp: Mapping[str, object], timeout_s: float
@@ -151,10 +150,6 @@ def _leave(group: dist.ProcessGroup) -> None:
         c10d._abort_process_group(group)
     else:
         dist.destroy_process_group(group)
-
-
-def _processes(targets: Sequence[EngineTarget]) -> list[tuple[int, int]]:
-    return [(target.index, target.num_restarts) for target in targets]
 
 
 def init_external_group(

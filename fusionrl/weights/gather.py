@@ -35,7 +35,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Parts = Sequence[tuple[PushTensor, str, Tensor]]
 """(of which tensor, name that engines know it by, view of a bucket's buffer)."""
-Convert = Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 
 
 def of_all_ranks(value: T, world_size: int, group: dist.ProcessGroup | None) -> list[T]:
@@ -75,29 +74,23 @@ def views_of(bucket: Bucket, flat: Tensor) -> Parts:
     return views
 
 
-def convert_in_place(views: Parts, flat: Tensor, convert: Convert) -> Parts:
-    """Convert each of `views` in its place in `flat`, if the result takes no more room (fp8 and scales).
+def quantize_in_place(views: Parts, flat: Tensor, spec: BlockFp8 | None) -> Parts:
+    """Quantise each of `views` in its place in `flat`: fp8 values and their scales take no more room.
 
     The widest values stand first, so that each begins at a multiple of its size, which SGLang asks for.
     """
-    converted = [
-        (tensor, name, part)
-        for tensor, tensor_name, view in views
-        for name, part in convert(iter([(tensor_name, view)]))
-    ]
-    converted = [(tensor, name, part.clone() if _shares(part, flat) else part) for tensor, name, part in converted]
-    converted.sort(key=lambda item: -item[2].element_size())
+    converted = []
+    for tensor, tensor_name, view in views:
+        for name, part in quantized([(tensor_name, view)], spec):
+            lies_there = part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            converted.append((tensor, name, part.clone() if lies_there else part))
     placed, offset = [], 0
-    for tensor, name, part in converted:
+    for tensor, name, part in sorted(converted, key=lambda item: -item[2].element_size()):
         place = flat[offset : offset + part.nbytes].view(part.dtype).view(part.shape)
         place.copy_(part)
         placed.append((tensor, name, place))
         offset += part.nbytes
     return placed
-
-
-def _shares(part: Tensor, flat: Tensor) -> bool:
-    return part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
 def _view(flat: Tensor, offset: int, tensor: PushTensor, sizes: Sequence[int]) -> Tensor:
@@ -127,7 +120,7 @@ class PartGatherer:
         self.rank, self.plan, self.own = rank, plan, parts
         self.groups = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
         self.mapped = mapped
-        self._piece = convert.piece if merger is None else merger.piece
+        self._merger = merger
         # Bucket number → its place among its source's, which alternates between its buffers.
         self._turn = {
             bucket.number: place for source in plan.sources for place, bucket in enumerate(plan.of_source(source))
@@ -223,7 +216,10 @@ class PartGatherer:
     def _part(self, tensor: PushTensor, size: int, rows: int) -> Tensor:
         """Return this rank's part of a tensor, without the padding of a vocabulary."""
         rule, value = self.own[tensor.rule.megatron]
-        part = self._piece(rule, value.detach(), tensor.part, size)
+        if self._merger is None:
+            part = convert.pieces(rule, value.detach(), size)[tensor.part]
+        else:
+            part = self._merger.piece(rule, value.detach(), tensor.part, size)
         return part[:rows] if rule.split == "rows" and rule.join == "copy" else part
 
 

@@ -13,7 +13,6 @@ runs in the driver.
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
 from threading import Event
 from typing import TypeVar
@@ -25,12 +24,10 @@ from torch import Tensor
 from fusionrl.base.group_stores import create_group_store, join_group_store
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import SharedBuffer, by_value, map_segment
-from fusionrl.models.convert import quantized
 from fusionrl.observe.spans import note, span
 from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, own_experts, plan_push
 from fusionrl.weights.broadcast import Broadcast, start_thread
-from fusionrl.weights.cuda_ipc import CudaIpc
-from fusionrl.weights.gather import Exporter, PartGatherer, Parts, convert_in_place, of_all_ranks, views_of
+from fusionrl.weights.gather import Exporter, PartGatherer, Parts, of_all_ranks, quantize_in_place, views_of
 from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, stamp_of, wait_all
 
 T = TypeVar("T")
@@ -51,8 +48,7 @@ class SendOrder:
         """Without a `store` there is one source, which never waits; `push` is the same on all ranks and new."""
         self._store = None if store is None else dist.PrefixStore(push, store)
         self._deadline = time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
-        self._stop = Event()
+        self._timeout_s, self._stop = timeout_s, Event()
         self._done: list[str] = []
 
     def left_s(self) -> float:
@@ -162,13 +158,13 @@ class WeightSender:
         if transport == "ipc" and self.device == "cuda":
             return
         self._meet()
-        processes = [_process(target) for target in targets]
+        processes = [target.process for target in targets]
         leaves_out = bool(self.frozen) and self._reached.issuperset(processes)
         push, self._push = self._push, None
         wanted = transport, leaves_out, processes
-        fits = push is not None and (push.transport, push.leaves_out, [*map(_process, push.targets)]) == wanted
+        held = None if push is None else (push.transport, push.leaves_out, [one.process for one in push.targets])
         # After a failure some ranks have restarted, so all must.
-        everyone = self._tell_all((fits, leaves_out, self._num_pushes, self._has_failed))
+        everyone = self._tell_all((held == wanted, leaves_out, self._num_pushes, self._has_failed))
         self._num_pushes = 1 + max(number for *_, number, _ in everyone)
         leaves_out = all(leaves_out for _, leaves_out, *_ in everyone)
         if any(has_failed for *_, has_failed in everyone):
@@ -299,7 +295,7 @@ class WeightSender:
             push.gatherer.gather(bucket, _flat(buffer))
             parts = views_of(bucket, _flat(buffer))
             if bucket.is_quantised:
-                parts = convert_in_place(parts, _flat(buffer), partial(quantized, spec=self.exporter.quantization))
+                parts = quantize_in_place(parts, _flat(buffer), self.exporter.quantization)
                 assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
             if self.device == "cuda":
                 torch.cuda.current_stream().synchronize()  # another thread reads it
@@ -312,13 +308,16 @@ class WeightSender:
 
         Returns what this rank sent.
         """
+        processes = [target.process for target in targets]
         if transport == "ipc" and self.device == "cuda":
+            from fusionrl.weights.cuda_ipc import CudaIpc
+
             who = (self.rank, self.object_group, self.timeout_s, self.exporter.device)
-            knows_frozen = self._reached.issuperset(map(_process, targets))
+            knows_frozen = self._reached.issuperset(processes)
             leaves_out = bool(self.frozen) and all(self._tell_all(knows_frozen))
             tensors = self.exporter.whole(self.frozen if leaves_out else frozenset())
             report = CudaIpc(*who, targets, feeds, version).send(tensors, self.buffer_size)
-            self._reached.update(map(_process, targets))
+            self._reached.update(processes)
             return report
         push = self._push
         assert push is not None, "prepare comes first"
@@ -334,7 +333,7 @@ class WeightSender:
                 sending.abandon(error)
             self._give_up(error)
             raise
-        self._reached.update(map(_process, targets))
+        self._reached.update(processes)
         return sending.report if sending is not None else new_send_report()
 
     def _give_up(self, error: BaseException) -> None:
@@ -433,11 +432,6 @@ class _Sending:
         self.push.ready.put(None)
         if not isinstance(error, PushStopped):
             self._thread.join(5.0)
-
-
-def _process(target: EngineTarget) -> tuple[int, int, str]:
-    """Return the process of an engine, and its host."""
-    return target.index, target.num_restarts, target.node_id
 
 
 def _flat(buffer: SharedBuffer | Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def test_zeros_of_one_rank_stay_out_of_what_ranks_share() -> None:
             loaded["model.layers.0.mlp.experts.down_proj_bias"].zero_()
             return list(loaded)
 
-    sglang_models._zero_own_biases(SimpleNamespace(GptOssForCausalLM=Model))  # type: ignore[arg-type]
+    sglang_models._change_gpt_oss(SimpleNamespace(GptOssForCausalLM=Model, GptOssAttention=type("Any", (), {})))  # type: ignore[arg-type]
     shared = {f"model.layers.0.mlp.experts.{name}": torch.ones(2, 3) for name in ("down_proj", "down_proj_bias")}
     assert Model().load_weights(shared.items(), is_nextn=False) == list(shared)
     assert all(tensor.eq(1).all() for tensor in shared.values())

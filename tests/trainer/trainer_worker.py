@@ -7,7 +7,6 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,9 +163,8 @@ def gathered(
     import torch
     import torch.distributed as dist
 
-    from fusionrl.models.convert import quantized
     from fusionrl.plan.push import plan_push
-    from fusionrl.weights.gather import Exporter, convert_in_place, views_of
+    from fusionrl.weights.gather import Exporter, quantize_in_place, views_of
 
     trained = actor.trained
     place = actor.shape, actor.layout, actor.rank, dtype, actor.device
@@ -183,7 +181,7 @@ def gathered(
         if bucket.source == actor.rank:
             parts = views_of(bucket, flat)
             if bucket.is_quantised:
-                parts = convert_in_place(parts, flat, partial(quantized, spec=quantization))
+                parts = quantize_in_place(parts, flat, quantization)
             assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
             found |= {name: view.clone() for _, name, view in parts}
     return found, [f"{t.name} {t.stage} {t.nbytes}" for t in tensors], dict(exporter.whole())

@@ -15,30 +15,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusionrl.base.group_stores import CalledOff, create_group_store, join_group_store, meet
+from fusionrl.models.convert import quantized
+from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.rules import Rule
 from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send
 from fusionrl.weights.broadcast import Broadcast, _leave, init_external_group
-from fusionrl.weights.gather import convert_in_place, views_of
+from fusionrl.weights.gather import quantize_in_place, views_of
 from fusionrl.weights.remote_calls import wait_all
 from fusionrl.weights.send import PushStopped, SendOrder
 from tools.threaded import Threaded
 
 
-def halves(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Matrices become bytes and a scale; vectors stay as they are."""
-    for name, tensor in tensors:
-        if tensor.dim() == 1:
-            yield name, tensor
-            continue
-        scale = tensor.float().abs().amax() / 100
-        yield name, (tensor.float() / scale).round().to(torch.int8)
-        yield name + "_scale", scale.reshape(1)
-
-
-def test_a_bucket_is_converted_where_it_lies() -> None:
+def test_a_bucket_is_quantised_where_it_lies() -> None:
     """Each tensor aligned to its values, none overwritten before it is read, and it is known which tensor it was."""
-    values = {f"t{i}": torch.randn(size).bfloat16() for i, size in enumerate([(3,), (5, 7), (9,), (11, 3)])}
+    values = {f"t{i}": torch.randn(size).bfloat16() for i, size in enumerate([(3,), (5, 8), (9,), (11, 8)])}
     sizes = {name: tuple(value.shape) for name, value in values.items()}
     rules = {name: Rule(name, {name: size}) for name, size in sizes.items()}
     tensors = tuple(PushTensor(name, size, "bfloat16", rules[name], 0, 0) for name, size in sizes.items())
@@ -46,11 +37,12 @@ def test_a_bucket_is_converted_where_it_lies() -> None:
     flat = torch.zeros(bucket.nbytes + 40, dtype=torch.uint8)
     for _, name, view in views_of(bucket, flat):
         view.copy_(values[name])
-    found = convert_in_place(views_of(bucket, flat), flat, halves)
-    want, end = dict(halves(iter(values.items()))), 0
-    assert {name for _, name, _ in found} == {"t0", "t1", "t1_scale", "t2", "t3", "t3_scale"}
+    spec = BlockFp8((4, 4), False, frozenset({"t1", "t3"}))
+    found = quantize_in_place(views_of(bucket, flat), flat, spec)
+    want, end = dict(quantized(values.items(), spec)), 0
+    assert {name for _, name, _ in found} == {"t0", "t1", "t1_scale_inv", "t2", "t3", "t3_scale_inv"}
     for tensor, name, view in found:
-        assert tensor.name == name.removesuffix("_scale")
+        assert tensor.name == name.removesuffix("_scale_inv")
         assert torch.equal(view, want[name]), name
         offset = view.data_ptr() - flat.data_ptr()
         assert offset == end, "one follows the other"

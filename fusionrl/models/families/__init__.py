@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fusionrl.models.families import parts
-from fusionrl.models.rules import IGNORED, Family, Rule, Sizes, canonical_name
+from fusionrl.models.rules import IGNORED, Family, Published, Rule, Sizes, canonical_name
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
@@ -66,6 +66,12 @@ def published_family(model_type: str) -> Family | None:
         if family.published is not None and family.published.model_type == model_type:
             return family
     return None
+
+
+def published_form(model_type: str) -> Published | None:
+    """The form of the folders of a multimodal model of this type; None: that is not such a type."""
+    family = published_family(model_type)
+    return None if family is None else family.published
 
 
 def get_family(model_type: str) -> Family:

@@ -306,7 +306,7 @@ _KIMI = Published(
 _DEEPSEEK = _TEXTS["deepseek_v3"]
 FAMILIES = (
     replace(_DEEPSEEK, ignored=f"{_DEEPSEEK.ignored}|{_OTHERS}", published=_KIMI),  # in place of that without a tower
-    _seeing(_TEXTS["qwen2"], Published("qwen2_5_vl", _OTHERS, vision=read_windows), _QWEN2_5),
+    _seeing(_TEXTS["qwen2"], Published("qwen2_5_vl", _OTHERS, vision=read_windows, boxes_in_pixels=True), _QWEN2_5),
     _seeing(_TEXTS["qwen3"], Published("qwen3_vl", _OTHERS, vision=read_stacked), _QWEN3),
     _seeing(_TEXTS["qwen3_moe"], _MIXED, _QWEN3_MOE),
 )
