@@ -62,7 +62,7 @@ class _StandInModule(types.ModuleType):
             raise _refuse(self.__name__)
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]  # a bare decorator: @triton.jit
-        return _identity  # a decorator with arguments: @triton.autotune(configs=...)
+        return lambda value: value  # a decorator with arguments: @triton.autotune(configs=...)
 
     def __bool__(self) -> bool:
         return False  # `if flag_of_the_package:` takes the path without the package
@@ -73,10 +73,6 @@ class _StandInModule(types.ModuleType):
 
 def _is_triton(full_name: str) -> bool:
     return full_name.split(".")[0] == "triton"
-
-
-def _identity(value: object) -> object:
-    return value
 
 
 def _make_class(full_name: str) -> type:

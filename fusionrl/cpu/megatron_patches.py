@@ -88,7 +88,10 @@ def before_import() -> None:
     for name in _KERNELS:  # None is the import system's sign for "not there"; a module that is imported stays
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     cpu_wing.install_stand_ins()
-    _install_jit()
+    jit: Any = types.ModuleType("megatron.core.jit")
+    jit.noop_decorator = jit.jit_fuser = lambda function: function
+    jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
+    sys.modules["megatron.core.jit"] = jit
     _state["importable"] = True
 
 
@@ -167,13 +170,6 @@ def _patch_exchange() -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     mappings._gather_along_first_dim = gather_uneven
-
-
-def _install_jit() -> None:
-    jit: Any = types.ModuleType("megatron.core.jit")
-    jit.noop_decorator = jit.jit_fuser = lambda function: function
-    jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
-    sys.modules["megatron.core.jit"] = jit
 
 
 def _install_cuda_functions() -> None:

@@ -39,10 +39,18 @@ class Segment(NamedTuple):
 
 def register() -> None:
     """Let schedulers of this process, and of those forked from it, serve adapters; call it once."""
+
+    def multiply(backends: ModuleType) -> None:
+        kind = backends.TorchNativeLoRABackend
+        kind.prepare_lora_batch, kind.forward_with_base = prepare_batch, add_adapters
+
+    def correct_latent(corrections: ModuleType) -> None:
+        vars(corrections).update(apply_q_correction=add_to_queries, apply_v_correction=add_to_values)
+
     when_imported("sglang.srt.lora.layers", _unpin)
     when_imported("sglang.srt.lora.layers", _widen)
-    when_imported("sglang.srt.lora.backend.torch_backend", _multiply)
-    when_imported("sglang.srt.lora.deepseek_mla_correction", _correct_latent)
+    when_imported("sglang.srt.lora.backend.torch_backend", multiply)
+    when_imported("sglang.srt.lora.deepseek_mla_correction", correct_latent)
 
 
 def _unpin(layers: ModuleType) -> None:
@@ -52,11 +60,6 @@ def _unpin(layers: ModuleType) -> None:
     vars(layers)["torch"] = unpinned = ModuleType("torch")
     vars(unpinned).update(__getattr__=lambda name: getattr(torch, name), tensor=tensor)
     torch.Tensor.pin_memory = lambda self, *_, **__: self
-
-
-def _multiply(backends: ModuleType) -> None:
-    kind = backends.TorchNativeLoRABackend
-    kind.prepare_lora_batch, kind.forward_with_base = prepare_batch, add_adapters
 
 
 def prepare_batch(
@@ -123,10 +126,6 @@ def _widen(layers: ModuleType) -> None:
         return part
 
     rows.slice_lora_b_weights, columns.slice_lora_a_weights = slice_lora_b_weights, slice_lora_a_weights
-
-
-def _correct_latent(corrections: ModuleType) -> None:
-    vars(corrections).update(apply_q_correction=add_to_queries, apply_v_correction=add_to_values)
 
 
 def add_to_queries(attention: DeepseekV2AttentionMLA, queries: Tensor, out: Tensor) -> Tensor:

@@ -128,11 +128,6 @@ class Rule:
         return _EXPERT.sub(f".local_experts.{number}.", self.megatron)
 
     @property
-    def is_mtp(self) -> bool:
-        """Return whether it belongs to a layer of multi-token prediction."""
-        return self.megatron.startswith(MTP)
-
-    @property
     def is_vision(self) -> bool:
         """Return whether it belongs to a vision tower."""
         return self.megatron.startswith(VISION)

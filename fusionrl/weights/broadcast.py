@@ -52,13 +52,19 @@ class Broadcast:
             self._targets = tuple(targets)
             return
         self.close()
-        self._check_external(targets)
+        # They are announced before they have joined.
+        external = [target for target in targets if target.host]
+        calls: list[tuple[str, Future[Any] | Reference[Any]]] = []
+        faults = wait_all([(f"engine {one.index}", one.handle.fault.remote()) for one in external], self.timeout_s)
+        for target, fault in zip(external, faults, strict=True):
+            if fault is not None:
+                raise RuntimeError(f"engine {target.index}: {fault}")
         world_size = 1 + sum(target.tp_size for target in targets)
         hosts = sorted({target.host for target in targets} - {""})
         self._store = create_group_store(self.host, self.timeout_s, hosts)
         kind = MIXED_GROUP if hosts else PUSH_GROUP
         self._name, self._targets = f"{kind}{uuid.uuid4().hex[:8]}", tuple(targets)
-        offset, calls = 1, list[tuple[str, Future[Any] | Reference[Any]]]()
+        offset = 1
         for target in targets:
             call = target.handle.init_weights_update_group.remote(
                 master_address=self.host,
@@ -92,14 +98,6 @@ class Broadcast:
         """Leave a group that became complete although an engine failed: the others would wait in it."""
         if joined.exception() is None:
             start_thread(self.device, _leave, joined.result())
-
-    def _check_external(self, targets: Sequence[EngineTarget]) -> None:
-        """Find external engines that do not answer, as they are announced before they have joined."""
-        external = [target for target in targets if target.host]
-        calls = [(f"engine {target.index}", target.handle.fault.remote()) for target in external]
-        for target, fault in zip(external, wait_all(calls, self.timeout_s), strict=True):
-            if fault is not None:
-                raise RuntimeError(f"engine {target.index}: {fault}")
 
     def send(
         self, named: Sequence[tuple[str, Tensor]], flat: Tensor, stamp: Mapping[str, object], timeout_s: float

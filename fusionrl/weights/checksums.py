@@ -61,12 +61,11 @@ def engine_checksums(
         multiple = mlp_multiple * tp_size
         if shape.vision is not None and _is_tower(name):
             own = shape.vision.engine_multiple
-            tensor = _padded_tower(name, full, own if mlp_multiple == 1 else math.lcm(own, multiple))
-        else:
-            if mlp_multiple > 1 and ".shared_experts." in name:  # one MLP of several, each of which is padded
-                rows = full.size(int(name.endswith("down_proj.weight")))
-                multiple *= rows // max(kind.expert_rows for kind in shape.mlp)
-            tensor = _padded_mlp(name, full, multiple)
+            multiple = own if mlp_multiple == 1 else math.lcm(own, multiple)
+        elif mlp_multiple > 1 and ".shared_experts." in name:  # one MLP of several, each of which is padded
+            rows = full.size(int(name.endswith("down_proj.weight")))
+            multiple *= rows // max(kind.expert_rows for kind in shape.mlp)
+        tensor = _padded(name, full, multiple)
         parts = waiting.setdefault(target, {})
         parts[place] = name, tensor.clone() if is_expert else tensor
         if len(parts) < num_parts:
@@ -133,24 +132,15 @@ def _place(name: str, shape: ModelShape) -> tuple[str, tuple[int, int], int]:
     return name, (0, 0), 1
 
 
-def _padded_mlp(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """A weight of an MLP with zeros up to the next width that is a multiple; others as they are."""
-    if name.endswith(("gate_proj.weight", "up_proj.weight", "w1.weight", "w3.weight")):
-        return pad(tensor, (0, 0, 0, -tensor.size(0) % multiple))
-    if name.endswith(("down_proj.weight", "w2.weight")):
-        return pad(tensor, (0, -tensor.size(1) % multiple))
-    if name.endswith("gate_up_proj.weight"):
-        return torch.cat([pad(half, (0, 0, 0, -half.size(0) % multiple)) for half in tensor.chunk(2)])
-    return tensor
-
-
-def _padded_tower(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """A weight or bias of an MLP of a vision tower with zeros up to the next width that is a multiple."""
+def _padded(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A weight or bias of an MLP with zeros up to the next width that is a multiple; others as they are."""
     module, _, kind = name.rpartition(".")
-    if module.endswith(("mlp.gate_proj", "mlp.up_proj", "mlp.linear_fc1")):
+    if module.endswith(("gate_proj", "up_proj", "w1", "w3", "mlp.linear_fc1")) and not module.endswith("gate_up_proj"):
         return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, -tensor.size(0) % multiple))
-    if module.endswith(("mlp.down_proj", "mlp.linear_fc2")) and kind == "weight":
+    if module.endswith(("down_proj", "w2", "mlp.linear_fc2")) and kind == "weight":
         return pad(tensor, (0, -tensor.size(1) % multiple))
+    if module.endswith("gate_up_proj"):
+        return torch.cat([pad(half, (0, 0, 0, -half.size(0) % multiple)) for half in tensor.chunk(2)])
     return tensor
 
 

@@ -89,7 +89,8 @@ class DiskWriter:
                 continue
             try:
                 if base is None:
-                    self._write_full(partial, number, _copies(bucket), report)
+                    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}
+                    self._write_full(partial, number, copies, report)
                 else:
                     self._write_delta(partial, number, bucket, report)
             except OSError as error:
@@ -242,10 +243,6 @@ class DiskWriter:
 def words_of(tensor: Tensor) -> np.ndarray:
     """The bit patterns of a host tensor's elements, [n] unsigned; in its memory where it is contiguous."""
     return tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()]).numpy()
-
-
-def _copies(bucket: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in bucket}
 
 
 def _name(version: int) -> str:

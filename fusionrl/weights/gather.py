@@ -143,7 +143,11 @@ class PartGatherer:
         if self.rank != bucket.source:
             num_bytes = bucket.part_bytes(self.rank)
             if num_bytes:
-                self._pack(bucket, self._room[:num_bytes], place, size)
+                for tensor, view in _parts(bucket, self._room[:num_bytes], place):
+                    if view is not None and tensor.rule.stack:
+                        self._put_experts(tensor, view, place * view.size(0))
+                    elif view is not None:
+                        convert.copy_values(view, self._part(tensor, size, view.size(0)))
                 dist.send(self._room[:num_bytes], bucket.source, group=self.groups[bucket.members])
             return
         assert flat is not None
@@ -188,15 +192,6 @@ class PartGatherer:
                 messages.append((work, list(_parts(bucket, message, place))))
                 offset += num_bytes
         return messages
-
-    def _pack(self, bucket: Bucket, message: Tensor, place: int, size: int) -> None:
-        for tensor, view in _parts(bucket, message, place):
-            if view is None:
-                continue
-            if tensor.rule.stack:
-                self._put_experts(tensor, view, place * view.size(0))
-            else:
-                convert.copy_values(view, self._part(tensor, size, view.size(0)))
 
     def _fill(self, tensor: PushTensor, full: Tensor, place: int, size: int) -> None:
         """Copy what this rank, member `place` of `size`, has of a tensor into the whole one."""

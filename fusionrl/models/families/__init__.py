@@ -79,7 +79,11 @@ def get_family(model_type: str) -> Family:
     if (found := next((family for family in built_in() if family.model_type == model_type), None)) is not None:
         return found
     module = f"plugins.models.{model_type}"
-    if not isinstance(model_type, str) or not model_type.isidentifier() or not _is_there(module):
+    try:
+        is_there = str(model_type).isidentifier() and importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
         if isinstance(model_type, str) and model_type in REFUSED:
             raise ValueError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
         known = dict.fromkeys(family.model_type for family in built_in())
@@ -98,13 +102,6 @@ def get_family(model_type: str) -> Family:
     if not isinstance(family, Family) or family.model_type != model_type:
         raise ValueError(f"plugins/models/{model_type}.py has no FAMILY = Family({model_type!r}, …)")
     return family
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 @lru_cache(maxsize=4)
