@@ -9,6 +9,7 @@ or all of bf16, and write new ones of that type; they compute in fp32. Without a
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -41,6 +42,13 @@ _ARGUMENTS = {
     "attend_rows": (c_int, [*[_pointer] * 8, _long, _long, _pointer, _pointer, *[_long] * 5, _float]),
     "attend_rows_backward": (c_int, [*[_pointer] * 9, _long, _long, *[_pointer] * 4, *[_long] * 5, _float]),
 }
+_BEYOND = {
+    "rotate": "a token's position is beyond the table of angles",
+    "rotate_both": "a token's position is beyond the table of angles",
+    "attend_decode": "a row or a length is beyond the table, or a slot beyond the cache",
+    "attend_new": "a position, a slot, a row or a length is beyond its table",
+    "delta_decode": "a slot is beyond the states",
+}
 
 
 @functools.cache
@@ -65,13 +73,6 @@ def fit(*tensors: Tensor) -> bool:
     return loaded()
 
 
-def _is_half(*tensors: Tensor) -> bool:
-    """Return whether these tensors, which share a type, are bf16."""
-    dtype = tensors[0].dtype
-    assert all(tensor.dtype is dtype for tensor in tensors) and dtype in (torch.float32, torch.bfloat16)
-    return dtype is torch.bfloat16
-
-
 def _rows(tensor: Tensor) -> tuple[Tensor, int]:
     """(tensor [..., n] whose dense rows are one step apart, that step); itself, where it is so."""
     if tensor.is_contiguous():
@@ -93,10 +94,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
     size = hidden.size(-1)
     out = hidden.new_empty(hidden.shape)
     scale = hidden.new_empty(*hidden.shape[:-1], 1, dtype=torch.float32)
-    _library().rms_norm(
-        *(hidden.data_ptr(), step, None, None, weight.data_ptr(), out.data_ptr(), scale.data_ptr()),
-        *(scale.numel(), size, eps, _is_half(hidden, weight), torch.get_num_threads()),
-    )
+    pointers = (hidden.data_ptr(), step, None, None, weight.data_ptr(), out.data_ptr(), scale.data_ptr())
+    _call("rms_norm", (hidden, weight), *pointers, scale.numel(), size, eps)
     return out, scale
 
 
@@ -107,10 +106,8 @@ def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     residual = residual.contiguous()
     size = hidden.size(-1)
     out, both = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
-    _library().rms_norm(
-        *(hidden.data_ptr(), step, residual.data_ptr(), both.data_ptr(), weight.data_ptr(), out.data_ptr(), None),
-        *(hidden.numel() // size, size, eps, _is_half(hidden, residual, weight), torch.get_num_threads()),
-    )
+    pointers = (hidden.data_ptr(), step, residual.data_ptr(), both.data_ptr(), weight.data_ptr(), out.data_ptr(), None)
+    _call("rms_norm", (hidden, residual, weight), *pointers, hidden.numel() // size, size, eps)
     return out, both
 
 
@@ -120,11 +117,8 @@ def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scale: Tenso
     (hidden, step), weight, grad = _rows(hidden), weight.contiguous(), grad.contiguous()
     out, grad_weight = grad.new_empty(grad.shape), torch.empty_like(weight)
     tensors = (grad, weight, scale, out, grad_weight)
-    code = _library().rms_norm_backward(
-        *(hidden.data_ptr(), step, *(tensor.data_ptr() for tensor in tensors)),
-        *(scale.numel(), weight.numel(), _is_half(grad, hidden, weight), torch.get_num_threads()),
-    )
-    _check(code, "")
+    pointers = (hidden.data_ptr(), step, *(tensor.data_ptr() for tensor in tensors))
+    _call("rms_norm_backward", (grad, hidden, weight), *pointers, scale.numel(), weight.numel())
     return out, grad_weight
 
 
@@ -134,7 +128,7 @@ def swiglu(both: Tensor) -> Tensor:
     size = both.size(-1) // 2
     out = both.new_empty(*both.shape[:-1], size)
     rows = both.numel() // both.size(-1)
-    _library().swiglu(both.data_ptr(), out.data_ptr(), rows, size, _is_half(both), torch.get_num_threads())
+    _call("swiglu", (both,), both.data_ptr(), out.data_ptr(), rows, size)
     return out
 
 
@@ -144,7 +138,7 @@ def swiglu_backward(grad: Tensor, both: Tensor) -> Tensor:
     out = both.new_empty(both.shape)
     pointers = (both.data_ptr(), grad.data_ptr(), out.data_ptr())
     rows = both.numel() // both.size(-1)
-    _library().swiglu_backward(*pointers, rows, grad.size(-1), _is_half(both, grad), torch.get_num_threads())
+    _call("swiglu_backward", (both, grad), *pointers, rows, grad.size(-1))
     return out
 
 
@@ -161,12 +155,11 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> T
     count, heads, size = values.shape
     values = values if values.stride(-1) == 1 else values.contiguous()
     out = values.new_empty(values.shape)
-    code = _library().rotate(
-        *(values.data_ptr(), *values.stride()[:2], cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.size(0)),
-        *(None, -1.0 if back else 1.0, out.data_ptr()),
-        *(count, heads, size, 2 * cos.size(-1), _is_half(values, cos, sin), torch.get_num_threads()),
+    _call(
+        *("rotate", (values, cos, sin), values.data_ptr(), *values.stride()[:2], cos.data_ptr(), sin.data_ptr()),
+        *(cos.stride(0), cos.size(0), None, -1.0 if back else 1.0, out.data_ptr()),
+        *(count, heads, size, 2 * cos.size(-1)),
     )
-    _check(code, "a token's position is beyond the table of angles")
     return out
 
 
@@ -179,13 +172,12 @@ def rotate_both(query: Tensor, key: Tensor, table: Tensor, positions: Tensor, si
     assert query.size(1) % size == key.size(1) % size == 0 and turned <= size
     positions, table = positions.contiguous(), table.contiguous()
     outs = query.new_empty(query.shape), key.new_empty(key.shape)
-    code = _library().rotate_both(
+    _call(
+        *("rotate_both", (query, key, table)),
         *(query.data_ptr(), query.stride(0), query.size(1) // size, outs[0].data_ptr()),
         *(key.data_ptr(), key.stride(0), key.size(1) // size, outs[1].data_ptr()),
         *(table.data_ptr(), table.size(0), positions.data_ptr(), count, size, turned),
-        *(_is_half(query, key, table), torch.get_num_threads()),
     )
-    _check(code, "a token's position is beyond the table of angles")
     return outs
 
 
@@ -216,14 +208,13 @@ def attend_decode(
     count, heads, size = query.shape
     query = query if query.stride()[1:] == (size, 1) else query.contiguous()
     out = query.new_empty(count, heads, values.size(2))
-    code = _library().attend_decode(
+    _call(
+        *("attend_decode", (query, keys, values)),
         *(query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
         *(*table.shape, rows.data_ptr(), lengths.data_ptr(), None if sinks is None else sinks.data_ptr()),
         *(out.data_ptr(), keys.size(0), count, heads, keys.size(1), size, values.size(2), values.stride(0)),
         *(-1 if window is None else window, scale),
-        *(_is_half(query, keys, values), torch.get_num_threads()),
     )
-    _check(code, "a row or a length is beyond the table, or a slot beyond the cache")
     return out
 
 
@@ -265,14 +256,13 @@ def attend_new(
     place = qkv.new_empty(count * (heads + groups) * size)
     out = qkv.new_empty(count, heads * size)
     weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
-    code = _library().attend_new(
+    _call(
+        *("attend_new", (qkv, angles, keys, values, *(norms or ()))),
         *(qkv.data_ptr(), *weights, eps, angles.data_ptr(), *angles.shape, positions.data_ptr(), place.data_ptr()),
         *(slots.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *table.shape),
         *(rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), num_slots, count, heads, groups, size),
-        *(-1 if window is None else window, scale, _is_half(qkv, angles, keys, values, *(norms or ()))),
-        torch.get_num_threads(),
+        *(-1 if window is None else window, scale),
     )
-    _check(code, "a position, a slot, a row or a length is beyond its table")
     return out
 
 
@@ -305,12 +295,12 @@ def delta_decode(
     parts = [part if part[0].is_contiguous() else part.contiguous() for part in (query, key, value)]
     strides = torch.tensor([part.stride(0) for part in parts])
     out = query.new_empty(value.shape)
-    code = _library().delta_decode(
+    _call(
+        *("delta_decode", parts),
         *(*(part.data_ptr() for part in parts), strides.data_ptr(), keep.data_ptr(), share.data_ptr()),
         *(states.data_ptr(), states.stride(0), len(states), slots.data_ptr(), out.data_ptr()),
-        *(count, heads, value_heads, size, value_size, _is_half(*parts), torch.get_num_threads()),
+        *(count, heads, value_heads, size, value_size),
     )
-    _check(code, "a slot is beyond the states")
     return out
 
 
@@ -358,12 +348,11 @@ def attend_rows(
     assert value.shape == (count, groups, value_size)
     new = query.new_empty if table.is_whole else query.new_zeros
     out, logs = new(count, heads, value_size), new(count, heads, dtype=torch.float32)
-    code = _library().attend_rows(
+    _call(
+        *("attend_rows", (query, key, value)),
         *(*(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers(), out.data_ptr()),
         *(logs.data_ptr(), heads, groups, size, value_size, -1 if window is None else window, scale),
-        *(_is_half(query, key, value), torch.get_num_threads()),
     )
-    _check(code, "")
     return out, logs
 
 
@@ -387,13 +376,12 @@ def attend_rows_backward(
     of_query = new(query.shape)
     # Tokens that sequences share get a part from each: in fp32, however the tensors are stored.
     of_key, of_value = (torch.zeros(part.shape, dtype=torch.float32) for part in (key, value))
-    code = _library().attend_rows_backward(
+    _call(
+        *("attend_rows_backward", (grad, query, key, value)),
         *(grad.data_ptr(), *(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers()),
         *(logs.data_ptr(), of_query.data_ptr(), of_key.data_ptr(), of_value.data_ptr()),
         *(query.size(1), key.size(1), query.size(2), value.size(2), -1 if window is None else window, scale),
-        *(_is_half(grad, query, key, value), torch.get_num_threads()),
     )
-    _check(code, "")
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
@@ -403,11 +391,15 @@ def _heads(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
     return dense, torch.tensor([step for tensor in dense for step in tensor.stride()[:2]])
 
 
-def _check(code: int, beyond: str) -> None:
+def _call(name: str, tensors: Sequence[Tensor], *arguments: object) -> None:
+    """Call a kernel that computes with `tensors`, all fp32 or all bf16; with as many threads as torch has."""
+    dtype = tensors[0].dtype
+    assert all(tensor.dtype is dtype for tensor in tensors) and dtype in (torch.float32, torch.bfloat16)
+    code = getattr(_library(), name)(*arguments, dtype is torch.bfloat16, torch.get_num_threads())
     if code == 1:
         raise MemoryError("no memory for the sums of a kernel")
     if code == 2:
-        raise IndexError(beyond)
+        raise IndexError(_BEYOND[name])
 
 
 @functools.cache

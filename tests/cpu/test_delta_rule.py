@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,13 +99,6 @@ def test_prompts_in_parts_and_tokens_are_one_sequence(
     assert pool[[0, 3, 5]].isnan().all(), "no stranger's state is touched"
 
 
-def test_the_gates_are_those_of_transformers(random: torch.Generator) -> None:
-    (a_log, dt_bias), (*_, a, b) = _net(random), _inputs(random, 7)
-    decay, beta = ours.fused_gdn_gating_cpu(a_log, a, b, dt_bias)
-    torch.testing.assert_close(decay[0], -a_log.exp() * torch.nn.functional.softplus(a + dt_bias))
-    torch.testing.assert_close(beta[0], b.sigmoid())
-
-
 @pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, CHANNELS)])
 def test_the_convolution_is_that_of_transformers(bias: Tensor | None, random: torch.Generator) -> None:
     """Requests of one token, of two parts, and shorter than the window; then a token of each."""
@@ -181,9 +173,3 @@ def test_joined_projections_come_apart() -> None:
     qkv, z, b, a = ours.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, H, HV, K, V)
     assert torch.equal(torch.cat([qkv, z.flatten(1)], 1), qkvz) and z.shape == (2, HV, V)
     assert torch.equal(torch.cat([b, a], 1), ba) and b.shape == a.shape == (2, HV)
-
-
-def test_drafts_are_refused() -> None:
-    """Speculation asks for the state after each drafted token, which the function does not keep."""
-    with pytest.raises(TypeError, match="intermediate_states_buffer"):
-        ours.fused_sigmoid_gating_delta_rule_update_cpu(**vars(SimpleNamespace(intermediate_states_buffer=None)))

@@ -66,7 +66,7 @@ def test_compiled_once_for_this_user_alone(cache: Path, quick: str) -> None:
     assert library.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("size", [0, 10, 4_096, 20_000, -1])
+@pytest.mark.parametrize("size", [0, 4_096, -1])
 def test_a_damaged_library_is_compiled_again(cache: Path, quick: str, size: int) -> None:
     """dlopen of a file that is cut off ends the process by SIGBUS."""
     load()

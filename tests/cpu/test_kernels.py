@@ -216,16 +216,6 @@ def test_the_attention_of_new_tokens_in_one_call(
             )
 
 
-def test_a_key_without_a_share_adds_nothing() -> None:
-    """Of a score 100 below the largest: however large its value is."""
-    query, values = torch.full((1, 1, 1), 10.0), torch.tensor([1.0, 3e38]).view(2, 1, 1)
-    table, one = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([0])
-    out = kernels.attend_decode(
-        query, torch.tensor([0.0, -10.0]).view(2, 1, 1), values, table, one, torch.tensor([2]), scale=1.0
-    )
-    assert out.item() == 1.0
-
-
 @TYPES
 def test_nothing_at_all(dtype: torch.dtype) -> None:
     """No rows, and a request without tokens."""
@@ -278,20 +268,6 @@ def test_numbers_of_bf16_are_rounded_as_torch_rounds() -> None:
         _, both = kernels.add_rms_norm(hidden, residual, torch.ones_like(large), 1e-6)
         assert torch.equal(both, hidden + residual)
     assert kernels.add_rms_norm(-residual, residual, torch.ones_like(large), 1e-6)[1].isnan().all()
-
-
-@TYPES
-def test_tensors_with_gaps(dtype: torch.dtype) -> None:
-    """What torch takes in any layout is the same as its dense copy."""
-    row, weight = torch.randn(40, dtype=dtype)[::4], torch.randn(20, dtype=dtype)[::2]
-    dense = row.contiguous(), weight.contiguous()
-    assert torch.equal(kernels.rms_norm(row, weight, 1e-6)[0], kernels.rms_norm(*dense, 1e-6)[0])
-    assert torch.equal(kernels.swiglu(row), kernels.swiglu(dense[0]))
-    sums = [kernels.add_rms_norm(x, x, w, 1e-6) for x, w in ((row, weight), dense)]
-    assert all(map(torch.equal, *sums))
-    values, angles = torch.randn(8, 3, 4, dtype=dtype).transpose(0, 2), torch.randn(16, 4, dtype=dtype)[::4]
-    turned = kernels.rotate(values, angles, angles)
-    assert torch.equal(turned, kernels.rotate(values.contiguous(), angles.contiguous(), angles.contiguous()))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -8,7 +8,7 @@ from fusionrl.cpu import sglang_layers
 from fusionrl.cpu.sglang_layers import draw
 
 
-@pytest.mark.parametrize("size", [1, 2, 64, 3000, 49152])
+@pytest.mark.parametrize("size", [1, 64, 49152])
 def test_frequencies_are_the_probabilities(size: int) -> None:
     torch.manual_seed(size)
     logits = torch.randn(size).mul_(2)

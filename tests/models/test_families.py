@@ -116,17 +116,6 @@ def test_a_rank_reads_its_part_only(hf, family, monkeypatch):
             assert sum(read) <= part.numel()
 
 
-def test_query_key_value_rows_stand_by_group():
-    """Two groups of two heads: q0 q1 k0 v0 q2 q3 k1 v1, each eight rows."""
-    shape = shape_of("llama")
-    rule = families.model_rules(shape)["decoder.layers.0.self_attention.linear_qkv.weight"]
-    q, k, v = (torch.arange(n).repeat_interleave(8)[:, None] + base for n, base in ((4, 0), (2, 10), (2, 20)))
-    packed = convert.join(rule, [q, k, v])
-    assert packed[::8, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-    # A tensor-parallel rank gets whole groups.
-    assert convert.split(rule, packed, 1, 2)[::8, 0].tolist() == [2, 3, 11, 21]
-
-
 def test_gate_and_up_are_split_each():
     shape = shape_of("llama")
     rule = families.model_rules(shape)["decoder.layers.0.mlp.linear_fc1.weight"]

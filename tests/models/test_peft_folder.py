@@ -83,21 +83,6 @@ def test_a_model_that_sees_has_the_names_of_the_whole_model(tmp_path):
     read_peft(tmp_path / "a", shape).check(spec)
 
 
-def test_a_folder_that_exists_is_kept(folder):
-    with pytest.raises(ValueError, match="it exists already"):
-        write_peft(folder, SPEC, SHAPE, "org/base", (), write=True)
-
-
-def test_a_write_that_fails_leaves_no_folder(tmp_path):
-    def broken():
-        yield "base_model.model.a.lora_A.weight", torch.zeros(1)
-        raise RuntimeError("a rank died")
-
-    with pytest.raises(RuntimeError, match="a rank died"):
-        write_peft(tmp_path / "a", SPEC, SHAPE, "org/base", broken(), write=True)
-    assert not (tmp_path / "a").exists()
-
-
 @pytest.mark.parametrize("infix", ["", ".default"])
 @pytest.mark.parametrize("prefix", ["base_model.model.", ""])
 def test_other_spellings_of_names(folder, prefix, infix):
