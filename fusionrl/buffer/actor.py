@@ -1,8 +1,10 @@
 """The Buffer: owns the rollout data, runs the user's rollout function, hands shards to the trainers.
 
 It is an asyncio actor, and this file holds its messages alone. Its control loop never blocks: a rollout function is
-synchronous, so it runs in a thread, and status, metrics, abort and save answer while it does.
+synchronous, so it runs in a thread, and saves and questions about progress are answered while it does.
 """
+
+from __future__ import annotations
 
 import asyncio
 import logging
@@ -10,35 +12,40 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusionrl import sandbox
 from fusionrl.buffer.collect import Collector, EngineEndpoints, HookBorder, RolloutFunctions
 from fusionrl.buffer.data_source import PromptSource
-from fusionrl.buffer.evaluation import Evaluation
-from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.sample_files import TrainedColumns
-from fusionrl.buffer.stream import Stream
-from fusionrl.buffer.stream_batches import BatchStream
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import pixels_of_sets
 from fusionrl.config.hooks import HookError, user_code
-from fusionrl.data.image_rows import ImageColumn
+from fusionrl.data.columns import ImageColumn
 from fusionrl.data.image_store import IMAGES, MEGABYTE
 from fusionrl.data.images import read_processor_files, widest_limits
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import import_auto_tokenizer
+from fusionrl.engines.images import FOLDER
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapter_names
 from fusionrl.rewards.registry import runs_programs
 from fusionrl.rollout.generate_state import samples_in_flight
-from fusionrl.rollout.image_requests import FOLDER
 from fusionrl.rollout.weight_versions import take_warnings
+
+if TYPE_CHECKING:
+    from fusionrl.buffer.evaluation import Evaluation
+    from fusionrl.buffer.reject_sampling import AcceptedSamples
+    from fusionrl.buffer.stream import Stream
+
+logger = logging.getLogger(__name__)
 
 METRICS = """
 perf/time_generate_s | seconds | The rollout: generation, rewards, filters, and cutting it into shards.
@@ -47,89 +54,7 @@ perf/time_eval_s | seconds | An evaluation of all sets.
 """
 
 
-class StreamMessages:
-    """The part of the Buffer actor that the driver's streamed loop talks to."""
-
-    plan: Plan
-    source: PromptSource
-    _abort: threading.Event
-    _border: HookBorder
-    _functions: RolloutFunctions
-    _collector: Collector
-    _stages: RolloutStages
-    _phase_since: float
-    _last_metrics: dict[str, float]
-    _stream: Stream | None = None
-    _next_rollout = 0  # whose samples are under way
-
-    @property
-    def _running(self) -> Stream:
-        assert self._stream is not None, "begin_stream comes first"
-        return self._stream
-
-    def _phase_of(self, phase: str, rollout_id: int, kind: str) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def _rollout_phase(self, rollout_id: int) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    async def begin_stream(self, num_trained: int) -> None:
-        """Begin to generate without pause, after `num_trained` rollouts; the engines have their weights."""
-        assert self.plan.knobs is not None
-        self._border.begin()
-        self._abort.clear()
-        functions, begun = self._functions, (self.plan.knobs, self._border, self.source, num_trained)
-        saved = self.source.take_stream()
-        stream: Stream
-        if functions.where is None:
-            stream = Stream(*begun, saved)
-        else:
-            stream = BatchStream(*begun, saved, functions, self._collector.call, self._abort)
-        await asyncio.to_thread(stream.start)
-        self._stream = stream
-
-    async def next_rollout(self, rollout_id: int) -> Rollout:
-        """Wait for the groups of rollout `rollout_id`; returns their shards, or raises what ended the stream."""
-        start = time.perf_counter()
-        with self._rollout_phase(rollout_id):
-            batch = await asyncio.to_thread(self._running.next_batch)
-            rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, self._phase_since)
-        waited = time.perf_counter() - start
-        rollout.warnings += take_warnings()
-        rollout.metrics |= {"perf/time_generate_s": waited, "perf/time_wait_rollout_s": waited}
-        self._last_metrics, self._next_rollout = rollout.metrics, rollout_id + 1
-        return rollout
-
-    async def _remember(self, rollout_id: int | None) -> None:
-        """Remember what a checkpoint after rollout `rollout_id`, the newest that is trained, holds of the stream."""
-        if self._stream is not None and rollout_id is not None and not self.source.keeps(rollout_id):
-            self.source.keep_with(rollout_id, *await asyncio.to_thread(self._stream.snapshot, rollout_id))
-
-    async def waits_for(self) -> str:
-        """Return which groups the trainers wait for and why; "" if they do not wait, or without a stream."""
-        return "" if self._stream is None else await asyncio.to_thread(self._stream.waits_for)
-
-    async def progress(self) -> str:
-        """Return in words what is under way: samples, and what holds them up; "" where it is nothing."""
-        return "; ".join(text for text in (samples_in_flight.describe(), await self.waits_for()) if text)
-
-    async def rollout_trained(self) -> bool:
-        """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
-        with self._phase_of("waiting for samples in flight", self._next_rollout, "failed"):
-            return await asyncio.to_thread(self._running.trained)
-
-    async def weights_pushed(self, version: int) -> None:
-        with self._phase_of("going on after a push", self._next_rollout, "failed"):
-            await asyncio.to_thread(self._running.pushed, version)
-
-    async def end_stream(self) -> None:
-        await asyncio.to_thread(self._running.stop)
-
-
-logger = logging.getLogger(__name__)
-
-
-class BufferActor(StreamMessages):
+class BufferActor:
     """See the module's docstring. A plain class: the cluster room makes it a Ray actor."""
 
     def __init__(
@@ -147,14 +72,18 @@ class BufferActor(StreamMessages):
         self.source = PromptSource(config)
         self._put = put or _ray_put
         self._writer = RolloutWriter(self.run_dir)
+        self._blaming = partial(writing_blamed, self._writer, attempt)
         self._abort = threading.Event()
         self._border = HookBorder(config, plan, self.run_dir, self._abort)
-        self._accepted = AcceptedSamples.of(config, self.run_dir, attempt)
+        self._accepted: AcceptedSamples | None = None
+        if config.run.mode == "reject-sampling":
+            from fusionrl.buffer.reject_sampling import AcceptedSamples
+
+            self._accepted = AcceptedSamples.of(config, self.run_dir, attempt)
         self._importing = asyncio.Lock()
-        self._phase = "idle"
-        self._phase_since = time.monotonic()
-        self._last_metrics: dict[str, float] = {}
         self._validation: dict[str, list[object]] | None = None
+        self._stream: Stream | None = None
+        self._next_rollout = 0  # whose samples are under way
 
     # -------------------------------------------------------------------------------- control
     async def prepare(self) -> None:
@@ -164,51 +93,40 @@ class BufferActor(StreamMessages):
                 await asyncio.to_thread(_import_libraries)
 
     async def setup(self, endpoints: EngineEndpoints) -> dict[str, int]:
-        """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long."""
+        """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long.
+
+        Raises SandboxError if programs need a sandbox and this machine gives none.
+        """
         config, plan, border = self.config, self.plan, self._border
         await self.prepare()
         self.endpoints = endpoints
         await self.set_engines(endpoints.engine_urls)
         open_image_store(config, plan, self.run_dir)
-        self._functions = functions = RolloutFunctions(config, self.source)
-        self._collector = collector = Collector(config, plan, border, functions, self.source)
+        self._functions = RolloutFunctions(config, self.source)
+        self._collector = Collector(config, plan, border, self._functions, self.source)
         self._stages = RolloutStages(
-            config, plan, border, collector, self._writer, self._accepted, self.attempt, self._put
-        )
-        self._evaluation = Evaluation(
-            plan, border, functions, self._writer, self.run_dir, self.attempt, adapter_names(config)
+            config, plan, border, self._collector, self._writer, self._accepted, self.attempt, self._put
         )
         await asyncio.to_thread(self.source.open, border)
-        await self._probe_sandbox()
-        return self.source.counts()
-
-    async def _probe_sandbox(self) -> None:
-        """Log which sandbox this machine gives to programs; SandboxError if they need one and it gives none."""
-        sandbox.allow_weak(self.config.reward.allow_weak_sandbox)
+        sandbox.allow_weak(config.reward.allow_weak_sandbox)
         types = [rm_type for rm_type in self.source.reward_types() if isinstance(rm_type, str)]
-        if self.plan.sandbox is not None or any(map(runs_programs, types)):
+        if plan.sandbox is not None or any(map(runs_programs, types)):
             logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
+        return self.source.counts()
 
     async def set_engines(self, engine_urls: Sequence[str], eval_urls: Sequence[str] | None = None) -> None:
         """Take over where the engines are, from the next rollout on; `eval_urls`: of those that only evaluate."""
         eval_urls = self.endpoints.eval_urls if eval_urls is None else eval_urls
         self.endpoints = replace(self.endpoints, engine_urls=tuple(engine_urls), eval_urls=tuple(eval_urls))
         self.endpoints.export()
-        self._border.set_endpoints(self.endpoints)
+        self._border.endpoints = self.endpoints
         if self._stream is not None:
             await asyncio.to_thread(self._stream.set_engines, engine_urls)
 
-    async def status(self) -> dict[str, object]:
-        """Return what the Buffer is doing, since how many seconds, and the data cursor."""
-        return {"phase": self._phase, "seconds": time.monotonic() - self._phase_since, **self.source.cursor()}
-
-    async def metrics(self) -> dict[str, float]:
-        """Metrics of the last finished rollout."""
-        return dict(self._last_metrics)
-
-    async def abort(self) -> None:
-        """Stop the rollout that is running, if any; its prompts go back to the data source."""
-        self._abort.set()
+    async def progress(self) -> str:
+        """Return in words what is under way: samples, and what holds them up; "" where it is nothing."""
+        waits_for = "" if self._stream is None else await asyncio.to_thread(self._stream.waits_for)
+        return "; ".join(text for text in (samples_in_flight.describe(), waits_for) if text)
 
     async def save(self, path: str, rollout_id: int) -> None:
         """Write the data cursor as it was right after rollout `rollout_id` to `path` (JSON)."""
@@ -218,7 +136,7 @@ class BufferActor(StreamMessages):
     async def load(self, path: str) -> int:
         """Resume from a file that `save` wrote; returns its rollout id. ValueError: it does not fit the prompt data."""
         rollout_id = self.source.load(Path(path))
-        if self.config.run.mode == "reject-sampling":
+        if self._accepted is not None:
             self._accepted.forget_after(rollout_id)
         return rollout_id
 
@@ -226,6 +144,11 @@ class BufferActor(StreamMessages):
         """SHA-256 of the data source's state, of now or right after a rollout."""
         await self._remember(rollout_id)
         return self.source.state_hash(rollout_id)
+
+    async def _remember(self, rollout_id: int | None) -> None:
+        """Remember what a checkpoint after rollout `rollout_id`, the newest that is trained, holds of the stream."""
+        if self._stream is not None and rollout_id is not None and not self.source.keeps(rollout_id):
+            self.source.keep_with(rollout_id, *await asyncio.to_thread(self._stream.snapshot, rollout_id))
 
     # -------------------------------------------------------------------------------- rollouts
     async def generate(self, rollout_id: int, pushed_version: int | None = None) -> Rollout:
@@ -238,13 +161,15 @@ class BufferActor(StreamMessages):
         """
         self._abort.clear()
         self.source.take_back()
-        start = time.perf_counter()
-        with self._rollout_phase(rollout_id):
-            rollout = await asyncio.to_thread(self._stages.make, rollout_id, pushed_version, self._phase_since)
+        start = time.monotonic()
+        with (
+            phase("rollout", lane="rollouts", step=rollout_id + 1),
+            self._blaming(rollout_id),
+        ):
+            rollout = await asyncio.to_thread(self._stages.make, rollout_id, pushed_version, start)
         self.source.keep(rollout_id)
         rollout.warnings += take_warnings()
-        rollout.metrics["perf/time_generate_s"] = time.perf_counter() - start
-        self._last_metrics = rollout.metrics
+        rollout.metrics["perf/time_generate_s"] = time.monotonic() - start
         return rollout
 
     async def add_trained(self, rollout_id: int, columns: Sequence[TrainedColumns | Awaitable[TrainedColumns]]) -> None:
@@ -255,18 +180,74 @@ class BufferActor(StreamMessages):
         parts = [part if isinstance(part, dict) else await part for part in columns]
         await asyncio.to_thread(self._stages.trained.add, rollout_id, parts)
 
+    # -------------------------------------------------------------------------------- a stream
+    async def begin_stream(self, num_trained: int) -> None:
+        """Begin to generate without pause, after `num_trained` rollouts; the engines have their weights."""
+        from fusionrl.buffer.stream import Stream
+        from fusionrl.buffer.stream_batches import BatchStream
+
+        assert self.plan.knobs is not None
+        self._abort.clear()
+        functions, begun = self._functions, (self.plan.knobs, self._border, self.source, num_trained)
+        saved = self.source.take_stream()
+        stream: Stream
+        if functions.where is None:
+            stream = Stream(*begun, saved)
+        else:
+            stream = BatchStream(*begun, saved, functions, self._collector.call, self._abort)
+        await asyncio.to_thread(stream.start)
+        self._stream = stream
+
+    async def next_rollout(self, rollout_id: int) -> Rollout:
+        """Wait for the groups of rollout `rollout_id`; returns their shards, or raises what ended the stream."""
+        start = time.monotonic()
+        with (
+            phase("rollout", lane="rollouts", step=rollout_id + 1),
+            self._blaming(rollout_id),
+        ):
+            batch = await asyncio.to_thread(self._running.next_batch)
+            rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, start)
+        waited = time.monotonic() - start
+        rollout.warnings += take_warnings()
+        rollout.metrics |= {"perf/time_generate_s": waited, "perf/time_wait_rollout_s": waited}
+        self._next_rollout = rollout_id + 1
+        return rollout
+
+    async def rollout_trained(self) -> bool:
+        """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
+        with self._blaming(self._next_rollout):
+            return await asyncio.to_thread(self._running.trained)
+
+    async def weights_pushed(self, version: int) -> None:
+        with self._blaming(self._next_rollout):
+            await asyncio.to_thread(self._running.pushed, version)
+
+    async def end_stream(self) -> None:
+        await asyncio.to_thread(self._running.stop)
+
+    @property
+    def _running(self) -> Stream:
+        assert self._stream is not None, "begin_stream comes first"
+        return self._stream
+
     # -------------------------------------------------------------------------------- evaluation
+    @cached_property
+    def _evaluation(self) -> Evaluation:
+        from fusionrl.buffer.evaluation import Evaluation
+
+        adapters = adapter_names(self.config)
+        return Evaluation(self.plan, self._border, self._functions, self._writer, self.run_dir, self.attempt, adapters)
+
     async def evaluate(self, rollout_id: int, pushed_version: int | None = None) -> dict[str, float]:
         """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json.
 
         pushed_version  of the weights that the engines have; None: nothing was pushed to them
         """
-        start, kind = time.perf_counter(), "eval-failed"
-        if self.endpoints.eval_urls:  # at the same time as a rollout, whose phase `status` reports
-            telling: AbstractContextManager[None] = writing_blamed(self._writer, rollout_id, self.attempt, kind)
-        else:
-            telling = self._phase_of(f"evaluation after step {rollout_id}", rollout_id, kind)
-        with phase("evaluation", lane="evaluations", step=rollout_id), telling:
+        start = time.perf_counter()
+        with (
+            phase("evaluation", lane="evaluations", step=rollout_id),
+            self._blaming(rollout_id, "eval-failed"),
+        ):
             metrics = await asyncio.to_thread(self._evaluation.run, rollout_id, pushed_version)
         return metrics | {"perf/time_eval_s": time.perf_counter() - start}
 
@@ -275,24 +256,6 @@ class BufferActor(StreamMessages):
         if self._validation is None:
             self._validation = await asyncio.to_thread(self._evaluation.validation_shards, self._put)
         return self._validation
-
-    @contextmanager
-    def _rollout_phase(self, rollout_id: int) -> Iterator[None]:
-        step = rollout_id + 1
-        name = f"rollout of step {step}"
-        with phase("rollout", lane="rollouts", step=step), self._phase_of(name, rollout_id, "failed"):
-            yield
-
-    @contextmanager
-    def _phase_of(self, phase: str, rollout_id: int, kind: str) -> Iterator[None]:
-        """Be in a phase; the samples at which a user's function raises are written to a file of `kind`."""
-        self._phase, self._phase_since = phase, time.monotonic()
-        self._border.begin()
-        try:
-            with writing_blamed(self._writer, rollout_id, self.attempt, kind):
-                yield
-        finally:
-            self._phase, self._phase_since = "idle", time.monotonic()
 
 
 def open_image_store(config: Config, plan: Plan, run_dir: Path) -> None:
@@ -328,8 +291,8 @@ def _ray_put(value: object) -> object:
 
 
 @contextmanager
-def writing_blamed(writer: RolloutWriter, rollout_id: int, attempt: int, kind: str) -> Iterator[None]:
-    """Write the samples at which a user's function raised to a file of the run, and name it in the error."""
+def writing_blamed(writer: RolloutWriter, attempt: int, rollout_id: int, kind: str = "failed") -> Iterator[None]:
+    """Write the samples at which a user's function raises to a file of the run, and name it in the error."""
     try:
         yield
     except HookError as error:

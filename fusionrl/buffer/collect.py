@@ -1,14 +1,18 @@
-"""Collection: the rollout function is called until there are enough groups; what it left undone is done here."""
+"""Collection: the rollout function is called until there are enough groups; what it left undone is done here.
+
+`HookBorder` makes the flat `args` that users' functions get, as slime's users know them.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
+import inspect
 import os
 import threading
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,16 +21,14 @@ from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.buffer.data_source import PromptSource
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.hooks import call_hook, flag_of, user_code
+from fusionrl.config.hooks import call_hook, flag_of, load_function, user_code
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT, has_own_rollout
 from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import score_group
 from fusionrl.rewards.reward_call import RewardSettings
-from fusionrl.rollout.miles_inputs import rollout_function
 from fusionrl.rollout.sglang_rollout import apply_filter
-from fusionrl.rollout.teacher import Teacher, score_samples
 from fusionrl.rollout.types import (
     Limits,
     RolloutAborted,
@@ -50,12 +52,6 @@ class EngineEndpoints:
     teacher_urls: tuple[str, ...] = ()
     eval_router_url: str = ""
     eval_urls: tuple[str, ...] = ()
-
-    def for_evaluation(self) -> EngineEndpoints:
-        """Return the same with the engines that evaluate in place of those that generate, where these are others."""
-        if not self.eval_urls:
-            return self
-        return replace(self, router_url=self.eval_router_url, engine_urls=self.eval_urls)
 
     def export(self) -> None:
         """Put the key, and the addresses that get it, into this process's environment: for requests of hooks."""
@@ -86,51 +82,37 @@ class Hook:
 class HookBorder:
     """Makes the `args` of hooks; nothing else in the Buffer reads flags from a flat namespace.
 
-    It is built at most once a rollout, when the first hook is called. Each hook gets a copy of its own, so that what
-    one writes on it reaches no other.
+    They are built once for the same endpoints. Each hook gets a copy of its own, so that what one writes on it reaches
+    no other.
     """
 
     def __init__(self, config: Config, plan: Plan, run_dir: Path, abort: threading.Event) -> None:
         self._config, self._plan, self._run_dir, self._abort = config, plan, run_dir, abort
-        self._endpoints = EngineEndpoints()
-        self._built: tuple[EngineEndpoints, argparse.Namespace] | None = None
-
-    def set_endpoints(self, endpoints: EngineEndpoints) -> None:
-        self._endpoints, self._built = endpoints, None
-
-    def begin(self) -> None:
-        """Begin a rollout or an evaluation: `args` are built anew."""
-        self._built = None
+        self.endpoints = EngineEndpoints()
+        self._built: dict[EngineEndpoints, Namespace] = {}
 
     def hook(self, field: str) -> Hook | None:
         """Return the function of the flag of `field`; None where the user gives none."""
         flags = {**vars(self._config.rollout), **vars(self._config.reward)}
         return Hook(field, flags[field]) if flags[field] is not None else None
 
-    def args(self) -> argparse.Namespace:
-        """Return a copy of the flags for one call of a hook, with slime's names for what the run adds."""
-        # A rollout's thread asks while the event loop may call `begin` or `set_endpoints`: `_built` is read once.
-        built, ends = self._built, self._endpoints
-        if built is None or built[0] is not ends:
-            built = self._built = (ends, self._build(ends))
-        return copy.deepcopy(built[1])
+    def args(self, is_evaluation: bool = False) -> Namespace:
+        """Return a copy of the flags for one call of a hook, with slime's names for what the run adds.
 
-    def eval_args(self) -> argparse.Namespace:
-        """Return the same for an evaluation, which may have engines of its own."""
-        ends = self._endpoints.for_evaluation()
-        return self.args() if ends is self._endpoints else self._build(ends)
-
-    def teacher(self) -> Teacher:
-        """Return the teacher, whose clients belong to the event loop that uses it."""
-        ends = self._endpoints
-        return Teacher(ends.teacher_urls, ends.api_key, self._plan.shape.vocab_size)
+        An evaluation may have engines of its own.
+        """
+        ends = self.endpoints
+        if is_evaluation and ends.eval_urls:
+            ends = replace(ends, router_url=ends.eval_router_url, engine_urls=ends.eval_urls)
+        if ends not in self._built:
+            self._built[ends] = self._build(ends)
+        return copy.deepcopy(self._built[ends])
 
     def policy_urls(self) -> list[str]:
         """Return the addresses of the policy's engines and of their router."""
-        ends = self._endpoints
-        return [url for url in (ends.router_url, *ends.engine_urls) if url]
+        return [url for url in (self.endpoints.router_url, *self.endpoints.engine_urls) if url]
 
-    def _build(self, ends: EngineEndpoints) -> argparse.Namespace:
+    def _build(self, ends: EngineEndpoints) -> Namespace:
         shape = self._plan.shape
         host, _, port = ends.router_url.removeprefix("http://").rpartition(":")
         asks_for_experts = self._config.algorithm.use_rollout_routing_replay and self._plan.device == "cuda"
@@ -164,27 +146,22 @@ MAX_REFILLS = 10  # calls of a rollout function that keeps returning too few gro
 
 
 class RolloutFunctions:
-    """Calls --rollout-function-path and --eval-function-path with `args` and the data source."""
+    """Calls --rollout-function-path and --eval-function-path with `args` and the data source.
+
+    where         flag and path of a user's own rollout function; None for the default one
+    keeps_groups  whether that function says that it keeps groups between its calls; None: it does not say
+    """
 
     def __init__(self, config: Config, source: PromptSource) -> None:
         rollout = config.rollout
-        self._source = source
+        self._source, self._path = source, rollout.rollout_function_path
+        self.where = None if self._path == DEFAULT_ROLLOUT else f"--rollout-function-path {self._path}"
         is_sft = config.run.mode == "sft" and not has_own_rollout(config)
-        self._path = rollout.rollout_function_path
-        self._function = rollout_function(SFT_ROLLOUT if is_sft else self._path)
+        self._function = _rollout_function(SFT_ROLLOUT if is_sft else self._path)
         self._eval_field = "eval_function_path" if rollout.eval_function_path else "rollout_function_path"
         self._eval_path = rollout.eval_function_path or self._path
-        self._eval_function = rollout_function(self._eval_path)
-
-    @property
-    def where(self) -> str | None:
-        """Flag and path of a user's own rollout function; None for the default one."""
-        return None if self._path == DEFAULT_ROLLOUT else f"--rollout-function-path {self._path}"
-
-    @property
-    def keeps_groups(self) -> bool | None:
-        """Return whether the rollout function says that it keeps groups between its calls; None: it does not say."""
-        return getattr(self._function, "keeps_groups", None)
+        self._eval_function = _rollout_function(self._eval_path)
+        self.keeps_groups: bool | None = getattr(self._function, "keeps_groups", None)
 
     def generate(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> object:
         """Call the rollout function; returns what it returned. `data_source`: what stands before the run's own."""
@@ -203,6 +180,16 @@ class RolloutFunctions:
         return user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,))
 
 
+def _rollout_function(path: str) -> Callable[..., object]:
+    """Return the function of a path with slime's signature; each call makes another object of a class."""
+    function = load_function(path)
+    if not inspect.isclass(function):
+        return function
+    from fusionrl.rollout.miles_inputs import RolloutObject
+
+    return RolloutObject(function)
+
+
 class Collector:
     """Collects --rollout-batch-size groups: generated, scored, filtered and numbered."""
 
@@ -213,38 +200,9 @@ class Collector:
         self._border, self._functions, self._source = border, functions, source
 
     def collect(self, rollout_id: int) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples of one rollout, group after group, chosen and checked, and the function's own metrics."""
-        groups, refused, metrics = self._enough_groups(rollout_id)
-        samples = self._choose(groups, refused)
-        asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
-        return samples, metrics
+        """Return the samples of one rollout, group after group, chosen and checked, and the function's own metrics.
 
-    def call(self, rollout_id: int, data_source: object) -> RolloutFnTrainOutput:
-        """Call the rollout function once, with `data_source`. Returns its groups, scored and filtered; `metrics` and
-        `refused` also have what was filtered here.
-        """
-        args = self._border.args()
-        output = self._call(args, rollout_id, data_source)
-        dropped: Counter[str] = Counter()
-        groups = self._finish(args, output, dropped)
-        asyncio.run(score_samples(self._border.teacher, flatten(groups)))
-        for name, count in dropped.items():
-            output.metrics[name] = output.metrics.get(name, 0.0) + count
-        return RolloutFnTrainOutput(groups, output.metrics, output.refused)
-
-    def finish(self, groups: list[list[Sample]], refused: list[list[Sample]]) -> list[Sample]:
-        """Return the samples of groups of a stream, which were generated, scored and filtered: chosen and checked.
-
-        refused  groups that only the hook sees that sees all
-        """
-        if show_all := self._border.hook("rollout_all_samples_process_path"):
-            show_all(self._border.args(), [*groups, *refused], _no_prompts)
-        return self._cut(groups)
-
-    def _enough_groups(self, rollout_id: int) -> tuple[list[list[Sample]], list[list[Sample]], dict[str, float]]:
-        """Call the rollout function until there are enough groups; score and filter what it left undone.
-
-        Returns the groups that are kept, those that are refused, and metrics.
+        The rollout function is called until there are enough groups.
         """
         assert self._plan.batch is not None
         num_wanted = self._plan.batch.num_prompts
@@ -268,7 +226,53 @@ class Collector:
             )
         if len(groups) > num_wanted:
             dropped[f"{DROPPED}surplus"] += len(groups) - num_wanted
-        return groups, refused, {**metrics, **dropped}
+        samples = self.choose(groups, refused, self._source.hooked.get_samples)
+        self._ask_teacher(args, samples)  # about those of a user's rollout function
+        return samples, {**metrics, **dropped}
+
+    def call(self, rollout_id: int, data_source: object) -> RolloutFnTrainOutput:
+        """Call the rollout function once, with `data_source`. Returns its groups, scored and filtered; `metrics` and
+        `refused` also have what was filtered here.
+        """
+        args = self._border.args()
+        output = self._call(args, rollout_id, data_source)
+        dropped: Counter[str] = Counter()
+        groups = self._finish(args, output, dropped)
+        self._ask_teacher(args, flatten(groups))
+        for name, count in dropped.items():
+            output.metrics[name] = output.metrics.get(name, 0.0) + count
+        return RolloutFnTrainOutput(groups, output.metrics, output.refused)
+
+    def choose(
+        self,
+        groups: list[list[Sample]],
+        refused: list[list[Sample]],
+        get_samples: Callable[[int], list[list[Sample]]] | None = None,
+    ) -> list[Sample]:
+        """Cut the groups to the batch; number and check their samples.
+
+        The hook that sees all finished groups comes before; the one that marks samples comes after.
+
+        refused      groups that only the first hook sees: a stream's behind the others, else in order of their samples
+        get_samples  draws more prompts for that hook; None: the stream alone draws
+        """
+        assert self._plan.batch is not None
+        if show_all := self._border.hook("rollout_all_samples_process_path"):
+            finished = [*groups, *refused] if refused else groups
+            if refused and get_samples is not None:
+                finished.sort(key=lambda group: group[0].index or 0)
+            show_all(self._border.args(), finished, get_samples or _no_prompts)
+        path = self._config.rollout.rollout_function_path
+        groups = groups[: self._plan.batch.num_prompts]
+        if mark_removed := self._border.hook("rollout_sample_filter_path"):
+            mark_removed(self._border.args(), groups)
+        for position, group in enumerate(groups):
+            # Samples that a rollout function made without a group get their group's number, or one below zero.
+            number = next((s.group_index for s in group if s.group_index is not None), -2 - position)
+            for sample in group:
+                sample.group_index = number if sample.group_index is None else sample.group_index
+            check_samples("rollout_function_path", path, group, limits_of(self._plan), are_new=False)
+        return flatten(groups)
 
     def _call(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> RolloutFnTrainOutput:
         """Call the rollout function once; tokens of a user's function get the weight versions that engines said."""
@@ -299,24 +303,13 @@ class Collector:
             complete.append(group)
         return complete
 
-    def _choose(self, groups: list[list[Sample]], refused: list[list[Sample]]) -> list[Sample]:
-        """Cut the groups to the batch, after the hook that sees all finished ones in the order of their samples."""
-        if show_all := self._border.hook("rollout_all_samples_process_path"):
-            finished = sorted([*groups, *refused], key=lambda group: group[0].index or 0) if refused else groups
-            show_all(self._border.args(), finished, self._source.hooked.get_samples)
-        return self._cut(groups)
+    @staticmethod
+    def _ask_teacher(args: Namespace, samples: list[Sample]) -> None:
+        """Fill in the teacher's log-probs where there is a teacher and the samples lack them."""
+        if args.teacher_urls:
+            from fusionrl.rollout.teacher import score_samples
 
-    def _cut(self, groups: list[list[Sample]]) -> list[Sample]:
-        """Cut the groups to the batch, before the hook that filters; number and check them."""
-        assert self._plan.batch is not None
-        path = self._config.rollout.rollout_function_path
-        groups = groups[: self._plan.batch.num_prompts]
-        if mark_removed := self._border.hook("rollout_sample_filter_path"):
-            mark_removed(self._border.args(), groups)
-        for position, group in enumerate(groups):
-            _number_group(group, position)
-            check_samples("rollout_function_path", path, group, limits_of(self._plan), are_new=False)
-        return flatten(groups)
+            asyncio.run(score_samples(args, samples))
 
 
 def _no_prompts(num_samples: int) -> list[list[Sample]]:
@@ -329,12 +322,3 @@ def _no_prompts(num_samples: int) -> list[list[Sample]]:
 def limits_of(plan: Plan) -> Limits:
     """Return the limits of the plan's model, against which numbers in samples are checked."""
     return Limits(plan.shape.vocab_size, plan.shape.num_experts or None)
-
-
-def _number_group(group: list[Sample], position: int) -> None:
-    """Samples that a rollout function made without a group get their group's number, or one below zero."""
-    known = (sample.group_index for sample in group if sample.group_index is not None)
-    number = next(known, -2 - position)
-    for sample in group:
-        if sample.group_index is None:
-            sample.group_index = number

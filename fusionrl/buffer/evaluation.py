@@ -144,7 +144,7 @@ class Evaluation:
         all of that version.
         """
         with counting_lost() as lost:
-            result = as_eval_output(self.functions.evaluate(self.border.eval_args(), rollout_id))
+            result = as_eval_output(self.functions.evaluate(self.border.args(is_evaluation=True), rollout_id))
         for name, set_result in result.data.items():
             rows = (sample.to_row() for sample in set_result.get("samples", []))
             write_pictures(self.writer, set_result.get("samples", []))
@@ -152,7 +152,7 @@ class Evaluation:
         version = check_one_version(result.data, pushed_version, rollout_id)
         self._write_summary(rollout_id, result.data)
         log = self.border.hook("custom_eval_rollout_log_function_path")
-        itself = log is not None and log(rollout_id, self.border.eval_args(), result.data, result.metrics)
+        itself = log is not None and log(rollout_id, self.border.args(is_evaluation=True), result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),
             **({} if version is None else {"eval/weight_version": float(version)}),

@@ -12,6 +12,7 @@ from fusionrl.buffer.collect import HookBorder
 from fusionrl.buffer.train_shards import TrainingSamples
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, response_mask, trained_amount
 from fusionrl.data.sample_fields import CHANGED, UNKNOWN_VERSION, SpecInfo
 from fusionrl.data.train_batch import attempt_shares, attempts_of
@@ -20,7 +21,6 @@ from fusionrl.observe.formats import as_text, ending, shorten
 from fusionrl.rewards.dispatch import take_lost
 from fusionrl.rewards.registry import REASONS
 from fusionrl.rollout.generate_state import TIMED_OUT
-from fusionrl.rollout.image_requests import image_metrics
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
@@ -139,7 +139,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
         **_timed_out(samples),
         **_rewritten(samples),
         **_drafts(samples),
-        **image_metrics(samples),
+        **_images(samples),
         "rollout/raw_reward": mean,
         "rollout/raw_reward_std": float(np.sqrt(np.average((rewards - mean) ** 2, weights=shares))),
         "rollout/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),
@@ -171,6 +171,15 @@ def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
     reasons = _entries(samples, "code_failures")
     counts = Counter(name for failed in reasons for name in failed if name in REASONS)
     return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}
+
+
+def _images(samples: Sequence[Sample]) -> dict[str, float]:
+    """Numbers of images; empty in a run of text."""
+    if IMAGES.processor is None:
+        return {}
+    from fusionrl.rollout.image_requests import image_metrics
+
+    return image_metrics(samples)
 
 
 def _rewritten(samples: Sequence[Sample]) -> dict[str, float]:

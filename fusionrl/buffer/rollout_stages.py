@@ -64,7 +64,7 @@ class RolloutStages:
         border: HookBorder,
         collector: Collector,
         writer: RolloutWriter,
-        accepted: AcceptedSamples,
+        accepted: AcceptedSamples | None,
         attempt: int,
         put: Callable[[TrainShard], object],
     ) -> None:
@@ -84,7 +84,7 @@ class RolloutStages:
 
     def make_of(self, rollout_id: int, batch: Batch, since: float) -> Rollout:
         """Make rollout `rollout_id` of what the stream gave."""
-        samples = self._collector.finish(batch.groups, batch.refused)
+        samples = self._collector.choose(batch.groups, batch.refused)
         warn_without_log_probs(samples, self._config)
         return self._pass_on(rollout_id, samples, batch.metrics, batch.version, since, trains=rollout_id)
 
@@ -116,7 +116,7 @@ class RolloutStages:
                     metrics |= mean_metrics(f"adapter/{name}", part.samples, part.raw)
         with span("write", lane="stages"):
             path = self._files.write(rollout_id, scored.samples)
-        if mode == "reject-sampling":
+        if self._accepted is not None:
             counts = self._accepted.add(rollout_id, scored.samples, scored.raw)
             num_accepted = counts["accepted"]
             metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}

@@ -56,9 +56,8 @@ from fusionrl.pipeline.state import (
     Wait,
 )
 from fusionrl.rollout.generate import SampleContext, generate_group
-from fusionrl.rollout.generate_state import RolloutClient, sampling_params
-from fusionrl.rollout.sglang_rollout import apply_filter, check_filter_keeps
-from fusionrl.rollout.teacher import Teacher
+from fusionrl.rollout.generate_state import request_counts, rollout_client, sampling_params
+from fusionrl.rollout.sglang_rollout import apply_filter, check_filter_keeps, open_teacher
 
 _JOIN_S = 30.0  # for the tasks under way to end when they are cancelled
 _ENDED = "the stream has ended"
@@ -261,7 +260,7 @@ class Stream(LoopThread):
         args = self._border.args()
         args.rollout_id = self.state.num_trained
         self._failed: list[BaseException] = []
-        async with RolloutClient(args) as client, Teacher.of_args(args) as teacher:
+        async with rollout_client(args) as client, open_teacher(args) as teacher:
             self._args, self._context, self._teacher = args, SampleContext.of_args(args), teacher
             self._client = client
             started.set_result(None)
@@ -359,7 +358,8 @@ class Stream(LoopThread):
             failure = why_failed(samples, replaces=self._args.failed_samples == "replace")
             refused = "" if failure else self._filter.refuses(context, samples)
             if not failure and not refused:
-                await self._teacher.score(samples)
+                if self._teacher is not None:
+                    await self._teacher.score(samples)
                 if ordinal in self._live:
                     # By this version the controller has counted on it.
                     check_not_older(samples, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
@@ -430,7 +430,7 @@ class Stream(LoopThread):
         return Batch(groups, self._label, self._new_metrics() | counts | state, refused or [])
 
     def _new_metrics(self) -> dict[str, float]:
-        retries = self._client.retries("rollout")
+        retries = request_counts(self._args, self._client, "rollout")
         new = {name: count - self._retries.get(name, 0.0) for name, count in retries.items()}
         self._retries = retries
         return new

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from fusionrl.algorithms.estimators import ESTIMATORS
-from fusionrl.config.hooks import awaited_hook, user_code
+from fusionrl.config.hooks import awaited_hook, load_function, takes_input, user_code
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
 from fusionrl.data.sample_fields import as_version, note_request
-from fusionrl.data.sample_images import adopt_images, expand_prompt, prompt_images, prompt_of
+from fusionrl.data.sample_images import expand_prompt, prompt_images, prompt_of
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.data.train_batch import join_attempt
 from fusionrl.engines.answers import AnswerError, routed_experts
-from fusionrl.engines.client import GenerateClient, Generation
+from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import length_reward
@@ -41,8 +41,6 @@ from fusionrl.rollout.generate_state import (
     semaphore_of,
     within,
 )
-from fusionrl.rollout.image_requests import barred_parts, check_length, make_images, may_not_return, request_tokens
-from fusionrl.rollout.miles_inputs import generate_function
 from fusionrl.rollout.types import NO_ROOM_AFTER, Limits, check_samples
 from fusionrl.rollout.weight_versions import (
     OriginalResponse,
@@ -87,18 +85,20 @@ async def generate_turn(
         params = payload["sampling_params"]
         payload["sampling_params"] = dict(params, max_new_tokens=min(longest, params["max_new_tokens"]))
     start = time.monotonic_ns()
-    answer = await _client(args).generate(payload, sample.session_id)
-    check_length(sample, answer, sample.num_tokens)
+    answer = await client_of(args).generate(payload, sample.session_id)
+    _check_images(sample, answer, sample.num_tokens)
     part("turn", start, **_engine_facts(answer))
     text = answer.text if answer.part == 1 else _decoded(args, answer.tokens, sampling_params)
     _append(args, sample, answer, text, sample.response_length, sampling_params)
     return answer
 
 
-def _client(args: Namespace) -> GenerateClient:
-    client = client_of(args)
-    assert client is not None, "args.generate_client is set within a rollout"
-    return client
+def _check_images(sample: Sample, answer: Generation, num_asked: int) -> None:
+    """Check that the engine has read as many tokens of a sample with images as there are here."""
+    if sample.image_spans and answer.finish_reason != "abort":
+        from fusionrl.rollout.image_requests import check_expanded
+
+        check_expanded(answer.prompt_tokens, num_asked, f"sample {sample.index}")
 
 
 def _append(
@@ -137,10 +137,10 @@ async def stream_generate(
     payload, num_asked = await _payload(args, sample, sampling_params, done), sample.num_tokens
     if payload is None:
         return
-    async with aclosing(_client(args).stream(payload, sample.session_id)) as pieces:
+    async with aclosing(client_of(args).stream(payload, sample.session_id)) as pieces:
         async for piece in pieces:
             if piece.part == 1:
-                check_length(sample, piece, num_asked)
+                _check_images(sample, piece, num_asked)
             _append(args, sample, piece, piece.text, done, sampling_params)
             if piece.finish_reason and piece.part > 1:
                 answered = np.asarray(sample.array("tokens"))[num_asked:]
@@ -215,31 +215,37 @@ async def _payload(args: Namespace, sample: Sample, params: SamplingParams, done
             note_no_room(sample)
         sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
         return None
-    if IMAGES.processor is not None:
-        adopt_images(sample, IMAGES.processor)
-    if may_not_return(sample):
+    if IMAGES.processor is None:
+        tokens: dict[str, Any] | None = {"input_ids": np.asarray(sample.array("tokens")).tolist()}
+    else:
+        from fusionrl.rollout.image_requests import request_tokens
+
+        tokens = await request_tokens(args, sample, IMAGES.processor)
+    if tokens is None:
         sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
         return None
-    await make_images(args, sample)
     if is_stopping(args):
         sample.status = Sample.Status.ABORTED
         return None
     return {
-        **request_tokens(args, sample),
+        **tokens,
         "sampling_params": dict(params, max_new_tokens=limit),
         "return_logprob": True,
-        **({"return_routed_experts": True} if _experts_size(args) else {}),
+        **({"return_routed_experts": True} if getattr(args, "routed_experts_size", None) else {}),
         **({} if sample.adapter is None else {"lora_path": sample.adapter}),
     }
 
 
 def _add_routed_experts(args: Namespace, sample: Sample, answer: Generation) -> None:
-    """Add the experts that the engine chose for the request's tokens and the answer's, [tokens - 1, layers, topk]."""
-    if not _experts_size(args) or answer.finish_reason == "abort":
-        return  # an aborted sample is continued, and then the engine reports on all tokens
-    if answer.meta_info.get("finish_reason") is None:
-        return  # the engine died, and no other may continue: trainers choose the experts
-    size = (sample.num_tokens - 1, *_experts_size(args))
+    """Add the experts that the engine chose for the request's tokens and the answer's, [tokens - 1, layers, topk].
+
+    None where the engine was not asked, or died and no other may continue: trainers choose the experts. An aborted
+    sample is continued, and then the engine reports on all tokens.
+    """
+    layers_and_topk = getattr(args, "routed_experts_size", None)
+    if not layers_and_topk or answer.finish_reason == "abort" or answer.meta_info.get("finish_reason") is None:
+        return
+    size = (sample.num_tokens - 1, *layers_and_topk)
     try:
         sample.rollout_routed_experts = routed_experts(answer.meta_info, size, getattr(args, "num_experts", None))
     except AnswerError as error:
@@ -247,11 +253,6 @@ def _add_routed_experts(args: Namespace, sample: Sample, answer: Generation) -> 
             f"--use-rollout-routing-replay: sample {sample.index}: {error}; does the engine's SGLang know"
             " --enable-return-routed-experts?"
         ) from error
-
-
-def _experts_size(args: Namespace) -> tuple[int, int] | tuple[()]:
-    """(layers, experts of a token), where the engine is asked which experts it chose; else empty."""
-    return getattr(args, "routed_experts_size", None) or ()
 
 
 def _engine_facts(answer: Generation) -> dict[str, float]:
@@ -336,41 +337,31 @@ async def generate_and_score(
     is_lost = sample.status == Sample.Status.FAILED and is_reward_lost(sample)
     if not evaluation and (sample.status in _FINISHED or is_lost):
         return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
-    with course(index=_number(sample.index), group=_number(sample.group_index), evaluation=int(evaluation)) as facts:
-        result = await _generate_and_score(context, sample, params, evaluation)
-        for last in as_list(result)[-1:]:
-            facts |= {"status": str(getattr(last.status, "value", last.status)), "tokens": int(last.response_length)}
-    return result
-
-
-def _number(index: int | None) -> int:
-    return -1 if index is None else int(index)
-
-
-async def _generate_and_score(
-    context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool
-) -> Sample | list[Sample]:
-    path = sample.generate_function_path or context.generate_path
+    path, limit_s = sample.generate_function_path or context.generate_path, context.timeout_s
+    index, group = (-1 if number is None else int(number) for number in (sample.index, sample.group_index))
     making: Coroutine[Any, Any, Sample | list[Sample]]
-    start = time.monotonic_ns()
-    async with context.semaphore:
-        part("wait", start)
-        if path is None:
-            making = generate(context.args, sample, params)
-        else:
-            making = custom_generate(context, path, sample, params, evaluation)
-        with samples_in_flight.note(GENERATED, sample):
-            result = await within(context.timeout_s, sample, making)
-    if context.on_generated is not None:
-        context.on_generated()
-    samples = as_list(result)
-    join_attempt(samples, sample.index)
-    if context.sample_hooks:
-        samples = [await apply_sample_hooks(context, item, evaluation) for item in samples]
-    with samples_in_flight.note(SCORED, sample):
-        await _score(context, samples, isinstance(result, list), evaluation)
-    for item in samples:
-        samples_in_flight.scored(item)
+    with course(index=index, group=group, evaluation=int(evaluation)) as facts:
+        start = time.monotonic_ns()
+        async with context.semaphore:
+            part("wait", start)
+            if path is None:
+                making = generate(context.args, sample, params)
+            else:
+                making = custom_generate(context, path, sample, params, evaluation)
+            with samples_in_flight.note(GENERATED, sample):
+                result = await (making if limit_s is None else within(limit_s, sample, making))
+        if context.on_generated is not None:
+            context.on_generated()
+        samples = as_list(result)
+        join_attempt(samples, sample.index)
+        if context.sample_hooks:
+            samples = [await apply_sample_hooks(context, item, evaluation) for item in samples]
+        with samples_in_flight.note(SCORED, sample):
+            await _score(context, samples, isinstance(result, list), evaluation)
+        for item in samples:
+            samples_in_flight.scored(item)
+        for last in samples[-1:]:
+            facts |= {"status": str(getattr(last.status, "value", last.status)), "tokens": int(last.response_length)}
     return samples if isinstance(result, list) else samples[0]
 
 
@@ -396,14 +387,21 @@ async def custom_generate(
 
     Raises HookError if it raised, or returned something other than samples, or one whose fields do not fit together.
     """
-    function = generate_function(path)
+    field, function = "custom_generate_function_path", load_function(path)
+    if takes_input(field, function):
+        from fusionrl.rollout.miles_inputs import generate_function
+
+        function = generate_function(path)
     keywords = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    field, before = "custom_generate_function_path", OriginalResponse.of(sample)
+    before = OriginalResponse.of(sample)
     where = f"--custom-generate-function-path {path}"
     if vars(sample)["weight_versions"] is None:
         sample.weight_versions = []  # slime's functions append to it
     with noting_answers(context.policy_urls) as answers, user_code(where, path, sample):
-        answers.barred += barred_parts(sample)
+        if IMAGES.processor is not None:
+            from fusionrl.rollout.image_requests import barred_parts
+
+            answers.barred += barred_parts(sample)
         answers.adapter = sample.adapter
         result = function(context.args, sample, copy.deepcopy(params), **keywords)
         if inspect.isawaitable(result):

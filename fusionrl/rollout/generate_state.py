@@ -15,17 +15,17 @@ import threading
 import time
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.config.engine_groups import has_pairs
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
 from fusionrl.rollout.event_loop import LoopSemaphore, close_with_loop
-from fusionrl.rollout.image_requests import media_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,13 +81,18 @@ def request_limit(args: Namespace) -> int:
 
 def new_client(args: Namespace) -> GenerateClient:
     """Open a client of the engines for the event loop that uses it."""
+    media = None
+    if IMAGES.processor is not None:
+        from fusionrl.rollout.image_requests import media_tokens
+
+        media = media_tokens()
     return GenerateClient(
         args.router_url,
         args.api_key,
         timeout_s=3600.0,
         max_connections=request_limit(args),
         vocab_size=args.vocab_size,  # a larger id would kill the server
-        media=media_tokens(),
+        media=media,
         stream_responses=args.stream_responses,
         # The router drops the request for experts.
         worker_urls=args.engine_urls if getattr(args, "routed_experts_size", None) else (),
@@ -95,16 +100,12 @@ def new_client(args: Namespace) -> GenerateClient:
     )
 
 
-def client_of(args: Namespace) -> GenerateClient | None:
-    """Return the client for the running event loop; None where `args` name no engines, or no loop runs."""
+def client_of(args: Namespace) -> GenerateClient:
+    """Return the client for the running event loop; where `args` have none for it, one that closes with the loop."""
     client: GenerateClient | None = getattr(args, "generate_client", None)
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return client
-    if client is not None and getattr(args, "client_loop", None) in (None, loop):
-        return client
-    if not getattr(args, "router_url", None):
+    loop = asyncio.get_running_loop()
+    is_of_loop = getattr(args, "client_loop", None) in (None, loop) or not getattr(args, "router_url", None)
+    if client is not None and is_of_loop:
         return client
     ends = (args.router_url, tuple(args.engine_urls))
     held = _clients.setdefault(loop, {})
@@ -229,38 +230,30 @@ eval/tokens_kept | tokens | As rollout/tokens_kept. | --use-fault-tolerance
 """
 
 
-class RolloutClient:
-    """Opens the client and the concurrency limit of one rollout, and puts both on its `args`, where hooks find them."""
+@asynccontextmanager
+async def rollout_client(args: Namespace) -> AsyncIterator[GenerateClient]:
+    """Open the client and the concurrency limit of one rollout, and put both on its `args`, where hooks find them."""
+    args.semaphore = LoopSemaphore(request_limit(args))
+    args.generate_client = client = new_client(args)
+    args.client_loop = asyncio.get_running_loop()
+    try:
+        with rollout_open(args):
+            yield client
+    finally:
+        await client.close()
 
-    def __init__(self, args: Namespace) -> None:
-        self._counts_retries = args.use_fault_tolerance
-        self._open = rollout_open(args)
-        args.semaphore = LoopSemaphore(request_limit(args))
-        args.generate_client = self._client = new_client(args)
-        self._args = args
 
-    def retries(self, prefix: str) -> dict[str, float]:
-        """The answers that were refused, where there were any; with --use-fault-tolerance also what was sent again, and
-        what was kept of engines that died."""
-        client, counts = self._client, dict[str, float]()
-        if self._counts_retries:
-            counts[f"{prefix}/requests_retried"] = client.num_retries
-            counts[f"{prefix}/tokens_kept"] = client.num_tokens_kept
-        if client.num_answers_refused:
-            counts[f"{prefix}/answers_refused"] = client.num_answers_refused
-        return counts
-
-    def set_engines(self, urls: Sequence[str]) -> None:
-        self._client.set_engines(urls)
-
-    async def __aenter__(self) -> Self:
-        self._args.client_loop = asyncio.get_running_loop()
-        self._open.__enter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._open.__exit__(None, None, None)
-        await self._client.close()
+def request_counts(args: Namespace, client: GenerateClient, prefix: str) -> dict[str, float]:
+    """Count the answers that were refused, where there were any; with --use-fault-tolerance also what was sent again,
+    and what was kept of engines that died.
+    """
+    counts: dict[str, float] = {}
+    if args.use_fault_tolerance:
+        counts[f"{prefix}/requests_retried"] = client.num_retries
+        counts[f"{prefix}/tokens_kept"] = client.num_tokens_kept
+    if client.num_answers_refused:
+        counts[f"{prefix}/answers_refused"] = client.num_answers_refused
+    return counts
 
 
 GENERATED, SCORED = "generated", "scored"
@@ -318,11 +311,9 @@ _GRACE_S = 5.0  # for a function to end when it is cancelled
 
 
 async def within(
-    limit_s: float | None, sample: Sample, making: Coroutine[Any, Any, Sample | list[Sample]]
+    limit_s: float, sample: Sample, making: Coroutine[Any, Any, Sample | list[Sample]]
 ) -> Sample | list[Sample]:
     """Return what `making` makes of a sample; after `limit_s` another sample, as it was before, FAILED."""
-    if limit_s is None:
-        return await making
     blank = copy.deepcopy(sample)
     task = asyncio.ensure_future(making)
     try:

@@ -13,7 +13,6 @@ import weakref
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -21,13 +20,11 @@ import pybase64
 
 from fusionrl.base.sockets import LOOPBACK
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import Expanded, ImageRef, collapsed, expanded
+from fusionrl.data.images import Expanded, ImageRef, ProcessorFiles, collapsed, expanded
 from fusionrl.data.sample import Sample
+from fusionrl.data.sample_images import adopt_images
 from fusionrl.engines.answers import AnswerError
 from fusionrl.engines.images import FOLDER, MediaTokens
-
-if TYPE_CHECKING:
-    from fusionrl.engines.client import Generation
 
 _being_made: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[None]] = {}  # by images' keys
 _TOLD_BY = 8  # tokens: a sampled placeholder and those before it
@@ -39,8 +36,15 @@ def media_tokens() -> MediaTokens | None:
     return None if processor is None else MediaTokens(processor.placeholder, processor.media_tokens, processor.start)
 
 
-def request_tokens(args: Namespace, sample: Sample) -> dict[str, object]:
-    """Return `input_ids` of a request that continues a sample, and `image_data` where it has images."""
+async def request_tokens(args: Namespace, sample: Sample, processor: ProcessorFiles) -> dict[str, object] | None:
+    """Return `input_ids` of a request that continues a sample, and `image_data` where it has images.
+
+    None: no engine may get its tokens (`may_not_return`).
+    """
+    adopt_images(sample, processor)
+    if may_not_return(sample):
+        return None
+    await _make_images(args, sample)
     tokens = np.asarray(sample.array("tokens"))
     if not sample.image_spans:
         return {"input_ids": tokens.tolist()}
@@ -48,7 +52,7 @@ def request_tokens(args: Namespace, sample: Sample) -> dict[str, object]:
     return {"input_ids": collapsed(tokens, sample.image_spans).tolist(), "image_data": image_data(args, images)}
 
 
-async def make_images(args: Namespace, sample: Sample) -> None:
+async def _make_images(args: Namespace, sample: Sample) -> None:
     """Make what a request has of a sample's images, apart from the event loop: a large PNG takes a second.
 
     Siblings wait for the same, and continue in one turn of the event loop: `RequestMerger` sends them together.
@@ -147,9 +151,9 @@ rollout/sampled_placeholders | samples | Samples in which the model has written 
 
 
 def image_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Count images, their tokens, and samples with a placeholder that the model sampled; {} in a run of text."""
-    if (media := media_tokens()) is None:
-        return {}
+    """Count images, their tokens, and samples with a placeholder that the model sampled."""
+    media = media_tokens()
+    assert media is not None, "a run of text has no images"
     num_known = np.array([np.isin(np.asarray(sample.array("tokens")), media.known).sum() for sample in samples])
     num_own = np.array([sum(image.num_tokens for _, image in sample.image_spans) for sample in samples])
     return {
@@ -157,16 +161,6 @@ def image_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/image_tokens": float(num_own.sum()),
         "rollout/sampled_placeholders": float((num_known > num_own).sum()),
     }
-
-
-def check_length(sample: Sample, answer: Generation, num_tokens: int) -> None:
-    """Check that the engine has expanded the images of a sample to as many tokens as they have here.
-
-    Raises:
-        AnswerError: it has read another number of tokens than `num_tokens`, those of the sample at the request.
-    """
-    if sample.image_spans and answer.finish_reason != "abort":
-        check_expanded(answer.prompt_tokens, num_tokens, f"sample {sample.index}")
 
 
 def check_expanded(prompt_tokens: object, num_tokens: int, whose: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fusionrl.config.hooks import load_function, takes_input
+from fusionrl.config.hooks import load_function
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.event_loop import run
 from fusionrl.rollout.generate_state import GenerateState
@@ -86,7 +86,7 @@ class _Source:
         return getattr(self.current, name)
 
 
-class _RolloutObject:
+class RolloutObject:
     """A rollout function over an object of a user's class, which is created at the first call."""
 
     def __init__(self, kind: Callable[..., Any]) -> None:
@@ -106,18 +106,10 @@ class _RolloutObject:
         return run(output) if inspect.iscoroutine(output) else output
 
 
-def rollout_function(path: str) -> Callable[..., Any]:
-    """Return the function of a path with slime's signature; each call makes another object of a class."""
-    function = load_function(path)
-    return _RolloutObject(function) if inspect.isclass(function) else function
-
-
 @functools.cache
 def generate_function(path: str) -> Callable[..., Any]:
-    """Return the generate function of a path with slime's signature."""
+    """Return the generate function of a path that takes miles' input with slime's signature."""
     function = load_function(path)
-    if not takes_input("custom_generate_function_path", function):
-        return function
     target: Any = function() if inspect.isclass(function) else function
 
     async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:

@@ -5,6 +5,8 @@ keeps a bounded number of requests in flight. The functions here have slime's si
 samples and groups, by the clients of `generate_state.py`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import copy
 import math
@@ -12,6 +14,8 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,8 +39,13 @@ from fusionrl.rollout.generate import (
     room,
     stream_generate,
 )
-from fusionrl.rollout.generate_state import GenerateState, RolloutClient, get_rollout_num_engines, sampling_params
-from fusionrl.rollout.teacher import Teacher
+from fusionrl.rollout.generate_state import (
+    GenerateState,
+    get_rollout_num_engines,
+    request_counts,
+    rollout_client,
+    sampling_params,
+)
 from fusionrl.rollout.types import (
     DataSource,
     DynamicFilterOutput,
@@ -45,6 +54,9 @@ from fusionrl.rollout.types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
 )
+
+if TYPE_CHECKING:
+    from fusionrl.rollout.teacher import Teacher
 
 __all__ = [
     "GenerateState",
@@ -136,7 +148,7 @@ async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFn
     """Generate `args.rollout_batch_size` groups on the running event loop."""
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set
-    async with RolloutClient(args) as client, Teacher.of_args(args) as teacher:
+    async with rollout_client(args) as client, open_teacher(args) as teacher:
         rollout = _Rollout(args, data_source, teacher)
         try:
             await rollout.fill()
@@ -145,8 +157,18 @@ async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFn
             raise
         finally:
             await rollout.end(stopping)
-        await teacher.finish()
-    return rollout.output(client.retries("rollout"))
+        if teacher is not None:
+            await teacher.finish()
+    return rollout.output(request_counts(args, client, "rollout"))
+
+
+def open_teacher(args: Namespace) -> AbstractAsyncContextManager[Teacher | None]:
+    """Open the clients of --use-opd's teacher for this event loop; None where the run has no teacher."""
+    if not getattr(args, "teacher_urls", ()):
+        return nullcontext()
+    from fusionrl.rollout.teacher import Teacher
+
+    return Teacher(args)
 
 
 METRICS = """
@@ -160,7 +182,7 @@ rollout/partial_samples | samples | Unfinished samples that the next rollout con
 class _Rollout:
     """The groups of one rollout: under way, kept and dropped."""
 
-    def __init__(self, args: Namespace, data_source: DataSource, teacher: Teacher) -> None:
+    def __init__(self, args: Namespace, data_source: DataSource, teacher: Teacher | None) -> None:
         self._args, self._source, self._teacher = args, data_source, teacher
         self._context, self._params = SampleContext.of_args(args), sampling_params(args)
         self._num_wanted: int = args.rollout_batch_size
@@ -199,7 +221,8 @@ class _Rollout:
         if verdict.keep or is_needed:
             self._kept.append(group)
             self._kept_blank.append(blank)
-            self._teacher.begin(group)
+            if self._teacher is not None:
+                self._teacher.begin(group)
         else:
             self._dropped[verdict.reason or "filtered"] += 1
             if self._keeps_refused:
@@ -275,9 +298,9 @@ _prompts: dict[str, list[Sample]] = {}  # by everything that decides how the pro
 
 async def evaluate_sets(args: Namespace) -> RolloutFnEvalOutput:
     """Evaluate every set of --eval-prompt-data or --eval-config."""
-    async with RolloutClient(args) as client:
+    async with rollout_client(args) as client:
         data = {eval_set.name: await _evaluate_set(args, eval_set) for eval_set in eval_sets(args)}
-        return RolloutFnEvalOutput(data, client.retries("eval"))
+        return RolloutFnEvalOutput(data, request_counts(args, client, "eval"))
 
 
 def eval_sampling_params(params: SamplingParams, eval_set: EvalSet) -> SamplingParams:

@@ -2,7 +2,7 @@
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -17,18 +17,15 @@ _READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class Teacher:
-    """The teacher's engines. Belongs to one event loop; a context manager. Without engines it does nothing."""
+    """The teacher's engines. Belongs to one event loop; a context manager."""
 
-    def __init__(self, urls: Sequence[str], api_key: str | None, vocab_size: int | None) -> None:
+    def __init__(self, args: Namespace) -> None:
+        """Read `teacher_urls`, `api_key` and `vocab_size` of a hook's `args`."""
         self._clients = [
-            GenerateClient(url, api_key, max_connections=MAX_IN_FLIGHT, vocab_size=vocab_size) for url in urls
+            GenerateClient(url, args.api_key, max_connections=MAX_IN_FLIGHT, vocab_size=args.vocab_size)
+            for url in args.teacher_urls
         ]
         self._tasks: list[asyncio.Task[None]] = []
-
-    @classmethod
-    def of_args(cls, args: Namespace) -> Self:
-        """Make that of a hook's `args`: `teacher_urls`, `api_key`, `vocab_size`."""
-        return cls(getattr(args, "teacher_urls", ()), args.api_key, args.vocab_size)
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Score `samples` while other things are done; `finish` waits for it."""
@@ -44,9 +41,8 @@ class Teacher:
         The tokens of tools and environments are scored with the others; a first token without a prompt gets 0. Raises
         RuntimeError, which names the sample, if the teacher refused it, or gave no number.
         """
-        if self._clients:
-            unscored = [s for s in samples if s.teacher_log_probs is None and response_mask(s).any()]
-            await asyncio.gather(*(self._score(sample) for sample in unscored))
+        unscored = [s for s in samples if s.teacher_log_probs is None and response_mask(s).any()]
+        await asyncio.gather(*(self._score(sample) for sample in unscored))
 
     async def _score(self, sample: Sample) -> None:
         sample.validate()
@@ -80,7 +76,7 @@ class Teacher:
         await asyncio.gather(*(client.close() for client in self._clients))
 
 
-async def score_samples(open_teacher: Callable[[], Teacher], samples: Sequence[Sample]) -> None:
+async def score_samples(args: Namespace, samples: Sequence[Sample]) -> None:
     """`Teacher.score` of samples, by clients that are opened for it on this event loop."""
-    async with open_teacher() as teacher:
+    async with Teacher(args) as teacher:
         await teacher.score(samples)

@@ -23,7 +23,7 @@ def border(tiny_model: Path, tmp_path: Path) -> HookBorder:
     config = Config.from_flat(flags)
     plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=4)
     made = HookBorder(config, plan, tmp_path, threading.Event())
-    made.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", teacher_urls=("http://t:1",)))
+    made.endpoints = EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", teacher_urls=("http://t:1",))
     return made
 
 
@@ -39,45 +39,39 @@ def test_hooks_find_the_flags_and_what_the_run_adds(border: HookBorder, tmp_path
     assert isinstance(args.abort_event, threading.Event)
 
 
-def test_it_is_built_once_a_rollout_and_each_hook_has_a_copy(border: HookBorder, monkeypatch: Any) -> None:
+def test_it_is_built_once_and_each_hook_has_a_copy(border: HookBorder, monkeypatch: Any) -> None:
     built = []
     to_args = Config.to_args
     monkeypatch.setattr(Config, "to_args", lambda self, **extra: built.append(1) or to_args(self, **extra))
-    border.begin()
     one, other = border.args(), border.args()
     one.engine_urls.append("http://nowhere")
     one.rm_type = "math"
     assert (other.engine_urls, other.rm_type) == (URLS, "exact") and len(built) == 1
     assert one.abort_event is other.abort_event
-    border.begin()
-    border.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", (URLS[1],)))
+    border.endpoints = EngineEndpoints("http://10.0.0.9:31000", (URLS[1],))
     assert border.args().engine_urls == [URLS[1]] and len(built) == 2
     assert border.policy_urls() == ["http://10.0.0.9:31000", URLS[1]]
 
 
-def test_a_thread_gets_args_while_a_rollout_begins(border: HookBorder, monkeypatch: Any) -> None:
-    """The event loop calls `begin` at any moment: here right after each build."""
-    monkeypatch.setattr(HookBorder, "_built", property(lambda _: None, lambda _, __: None), raising=False)
-    assert border.args().engine_urls == URLS
-
-
 def test_endpoints_that_come_during_a_build_are_the_next_calls(border: HookBorder, monkeypatch: Any) -> None:
     new, to_args = EngineEndpoints("http://10.0.0.9:31000", (URLS[1],)), Config.to_args
-    monkeypatch.setattr(Config, "to_args", lambda self, **extra: border.set_endpoints(new) or to_args(self, **extra))
+    monkeypatch.setattr(
+        Config, "to_args", lambda self, **extra: setattr(border, "endpoints", new) or to_args(self, **extra)
+    )
     assert border.args().engine_urls == URLS
     assert border.args().engine_urls == [URLS[1]]
 
 
 def test_an_evaluation_finds_the_engines_of_its_own_which_get_the_key(border: HookBorder, monkeypatch: Any) -> None:
-    assert border.eval_args().engine_urls == URLS, "without them, those that generate"
+    assert border.args(is_evaluation=True).engine_urls == URLS, "without them, those that generate"
     own = {"eval_router_url": "http://10.0.0.9:31001", "eval_urls": ("http://10.0.0.3:30000",)}
     endpoints = EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", **own)
     for name in (ROUTER_KEY, ROUTER_URLS):
         monkeypatch.setenv(name, "")
     endpoints.export()
     assert {*URLS, "http://10.0.0.9:31001", "http://10.0.0.3:30000"} <= set(os.environ[ROUTER_URLS].split())
-    border.set_endpoints(endpoints)
-    args = border.eval_args()
+    border.endpoints = endpoints
+    args = border.args(is_evaluation=True)
     assert (args.router_url, args.engine_urls) == ("http://10.0.0.9:31001", ["http://10.0.0.3:30000"])
     assert (args.sglang_router_port, args.rollout_num_engines) == (31001, 1)
     assert (border.args().router_url, border.args().engine_urls) == ("http://10.0.0.9:31000", URLS)

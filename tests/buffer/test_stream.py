@@ -38,9 +38,9 @@ class Streaming:
     def train(self) -> list[dict[str, Any]]:
         """One rollout, its push if one is due; returns its samples as they were written."""
         knobs, step = self.buffer.plan.knobs, self.step
-        asyncio.run((self.buffer.next_rollout if knobs else self.buffer.generate)(step))
+        rollout = asyncio.run((self.buffer.next_rollout if knobs else self.buffer.generate)(step))
         self.step += 1
-        self.metrics.append(asyncio.run(self.buffer.metrics()))
+        self.metrics.append(rollout.metrics)
         if knobs and asyncio.run(self.buffer.rollout_trained()):
             self.in_flight.append(len(self.hooks["IN_FLIGHT"]))
             self.hooks["VERSION"][0] = self.step
@@ -256,8 +256,8 @@ def test_a_wait_says_for_whom(stream: Make) -> None:
     with ThreadPoolExecutor(1) as pool:
         asyncio.run(running.buffer.next_rollout(0))
         waiting = pool.submit(asyncio.run, running.buffer.rollout_trained())
-        wait_until(lambda: "waited for: 1 group," in asyncio.run(running.buffer.waits_for()))
-        said = asyncio.run(running.buffer.waits_for())
+        wait_until(lambda: "waited for: 1 group," in asyncio.run(running.buffer.progress()))
+        said = asyncio.run(running.buffer.progress())
         assert "a push waits until no sample is in flight (waited for: 1 group, of sample 6)" in said
         assert "; engines get nothing new: they drain for a push" in said
         running.stop()
@@ -316,7 +316,7 @@ def test_engines_that_are_back_get_requests(stream: Make) -> None:
     asyncio.run(running.buffer.set_engines(["http://h:1", "http://h:2"]))
     inner = running.buffer._stream
     assert inner._args.engine_urls == ["http://h:1", "http://h:2"]
-    assert inner._client._client._targets.engines == ["http://h:1/generate", "http://h:2/generate"]
+    assert inner._client._targets.engines == ["http://h:1/generate", "http://h:2/generate"]
     running.train()
 
 

@@ -16,7 +16,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.engines.engine import EngineActor
 from fusionrl.models.engine_config import REWARD_MODELS
 from fusionrl.rewards.dispatch import RewardError, async_rm
-from fusionrl.rollout.teacher import Teacher, score_samples
+from fusionrl.rollout.teacher import score_samples
 from tests.engines.real_engine import KEY, log_probs, real_engine
 from tests.tiny_model import make_classifier, make_tiny_qwen3
 
@@ -125,7 +125,7 @@ def test_the_teacher_s_log_probs_are_those_of_transformers(args: Any) -> None:
     twin = Sample(index=9, group_index=9, tokens=samples[1].tokens, response_length=30)
     removed, known = samples_of([(5, 7), (5, 7)])
     removed.remove_sample, known.teacher_log_probs = True, np.full(7, -3.0, np.float32)
-    asyncio.run(score_samples(lambda: Teacher.of_args(args), [*samples, twin, removed, known]))
+    asyncio.run(score_samples(args, [*samples, twin, removed, known]))
     model = AutoModelForCausalLM.from_pretrained(args.opd_teacher_load, dtype=torch.float32).eval()
     for sample in [*samples[:-1], twin]:
         expected = np.concatenate([[0.0], log_probs(model, sample.tokens, 1)])[sample.prompt_length :]
@@ -135,7 +135,7 @@ def test_the_teacher_s_log_probs_are_those_of_transformers(args: Any) -> None:
     assert known.teacher_log_probs.tolist() == [-3.0] * 7  # a function of the user's has said it
     long = samples_of([(POSITIONS, 9)])[0]
     with pytest.raises(RuntimeError, match=r"--opd-teacher-load: the teacher at sample 0: .* answered 400"):
-        asyncio.run(score_samples(lambda: Teacher.of_args(args), [long]))
+        asyncio.run(score_samples(args, [long]))
 
 
 def test_sglang_serves_these_as_classifiers() -> None:

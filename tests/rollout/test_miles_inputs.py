@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.config.hooks import load_function
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.miles_inputs import generate_function, rollout_function
+from fusionrl.rollout.miles_inputs import RolloutObject, generate_function
 
 FILE = """
 from miles.rollout.base_types import (
@@ -67,7 +67,7 @@ def file(tmp_path: Path) -> str:
 
 
 def test_a_class_is_made_once_and_sees_each_rollouts_args_and_source(file: str) -> None:
-    function = rollout_function(f"{file}:Rollout")
+    function = RolloutObject(load_function(f"{file}:Rollout"))
     assert function.keeps_groups  # type: ignore[attr-defined]
     first = function(Namespace(lr=1.0), 0, source("a"))
     second = function(Namespace(lr=2.0), 1, source("b"), evaluation=False)
@@ -79,7 +79,7 @@ def test_a_class_is_made_once_and_sees_each_rollouts_args_and_source(file: str) 
 
 
 def test_an_evaluation_has_an_object_of_its_own_and_a_call_may_be_synchronous(file: str) -> None:
-    train, evaluation = rollout_function(f"{file}:Plain"), rollout_function(f"{file}:Plain")
+    train, evaluation = RolloutObject(load_function(f"{file}:Plain")), RolloutObject(load_function(f"{file}:Plain"))
     assert train(Namespace(), 0, source("a")) == [["a"]] and evaluation(Namespace(), 0, source("b")) == [["b"]]
     assert len(load_function(f"{file}:Plain").__init__.__globals__["MADE"]) == 2  # type: ignore[misc]
 
@@ -94,9 +94,3 @@ def test_generate_functions_of_one_input(file: str) -> None:
     first, second = call("several", evaluation=True)
     assert first is sample is call("bare") and second.index == 5
     assert [call("Generate").index for _ in range(2)] == [1, 2], "the object is made once"
-
-
-def test_a_function_with_three_parameters_is_called_as_before() -> None:
-    path = "fusionrl.rollout.sglang_rollout.generate"
-    assert generate_function(path) is load_function(path)
-    assert rollout_function("fusionrl.rollout.sglang_rollout.generate_rollout").__name__ == "generate_rollout"
