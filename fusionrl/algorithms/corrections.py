@@ -73,22 +73,14 @@ train/is_not_finite | share | Share of tokens without an importance ratio. | --u
 def importance_weights(
     train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, options: CorrectionOptions
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Weights `pi_train / pi_rollout` of tokens, without gradient, and which tokens stay.
+    """Weights `pi_train / pi_rollout` of tokens [N], without gradient, and which tokens stay; tokens of mask 0 do not.
 
     A token where one of the log-probs is -inf or NaN has no ratio: it is dropped, the sums over its sequence are taken
     without it, and `is_not_finite` counts it. Only the veto sees a trainer's -inf, as a ratio of 0.
 
-    Args:
-        train_log_probs: [N] of the trainer, before the update.
-        rollout_log_probs: [N] of the policy that acted, as its engine gave them.
-        mask: [N]; tokens with 0 have weight 0 and are not kept.
-        sequences: of the tokens.
-        options: see there.
-
-    Returns:
-        weights [N], 0 where a token is not kept; keep [N] bool; metrics [N], whose masked means are meant: `is_ratio`
-        and its distance from 1 `is_abs` before clipping (1 and 0 without a ratio), `is_clip_fraction` of ratios outside
-        of low … high, `is_rejected` and `is_vetoed` by whole sequences, `is_dropped` for any reason, `is_not_finite`.
+    Returns weights [N], 0 where a token is not kept; keep [N] bool; metrics [N], whose masked means are meant:
+    `is_ratio` and its distance from 1 `is_abs` before clipping (1 and 0 without a ratio), `is_clip_fraction` of ratios
+    outside of low … high, `is_rejected` and `is_vetoed` by whole sequences, `is_dropped` for any reason.
     """
     difference = train_log_probs - rollout_log_probs
     finite = train_log_probs.isfinite() & rollout_log_probs.isfinite()
@@ -140,17 +132,10 @@ def opsm_mask(
 
     Near means: the mean over the sequence's tokens of `old - new` is at most `delta`. Source: DeepSeek-V3.2
     (arXiv 2512.02556), section 3.1; --use-opsm --opsm-delta. A token whose old log-prob is not finite is left out of
-    the mean; whether it stays is decided like for the others.
+    the mean; whether it stays is decided like for the others. `log_probs` are of the policy as it is now, `delta` is in
+    nats; all tensors are [N].
 
-    Args:
-        log_probs: [N] of the policy as it is now.
-        old_log_probs: [N] of the policy that acted.
-        advantages, mask: [N].
-        sequences: of the tokens.
-        delta: in nats.
-
-    Returns:
-        (keep [N] bool, metrics [N]: `opsm_fraction`, 1.0 where a token was masked)
+    Returns (keep [N] bool, metrics [N]: `opsm_fraction`, 1.0 where a token was masked).
     """
     divergence = sequences.mean(old_log_probs - log_probs, mask * old_log_probs.isfinite())
     masked = (mask > 0) & (advantages < 0) & (sequences.spread(divergence) > delta)

@@ -44,17 +44,13 @@ def select(
         clip_cov  the share clip_cov_fraction, at random, of those with a covariance in clip_cov_low … clip_cov_high
         kl_cov    the share kl_cov_fraction with the highest covariance, of equal ones by sample and position
 
-    Args:
-        log_probs, advantages: [N] of all tokens of the mini-batch, over all ranks, under the policy before the step.
-        mask: [N]; a token with mask 0, or whose log-prob is not finite, is neither counted nor chosen.
-        sample_index: [N] the sample that a token is of; any number that names it in the whole run.
-        position: [N] where in its sample the token stands.
-        seed: of a random choice.
-        options: the shares and the covariances.
-        clipped: [N] tokens whose gradient PPO's clip takes anyway: counted, and not chosen by Clip-Cov.
+    log_probs, advantages  [N] of all tokens of the mini-batch, over all ranks, under the policy before the step
+    mask          [N]; a token with mask 0, or whose log-prob is not finite, is neither counted nor chosen
+    sample_index  [N] any number that names the token's sample in the whole run
+    position      [N] where in its sample the token stands
+    clipped       [N] tokens whose gradient PPO's clip takes anyway: counted, and not chosen by Clip-Cov
 
-    Returns:
-        [N] bool, the same for any order of the tokens.
+    Returns [N] bool, the same for any order of the tokens.
     """
     # Sorted by sample and position, so that the means over the tokens are the same to the last bit.
     order = np.lexsort((position, sample_index))

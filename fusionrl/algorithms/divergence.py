@@ -26,10 +26,8 @@ def comparable(log_probs: Tensor, reference: Tensor, mask: Tensor) -> tuple[Tens
     """Both log-probs [N] of the trained tokens, and 0 for both where either is not finite, or the token is untrained.
 
     A difference, or an estimate of KL, is then 0 there, and so is its gradient: such a token is left out. An engine
-    gives -inf for a token that its own top-p or vocabulary forbids, and NaN where a kernel failed.
-
-    Returns:
-        (log_probs [N], other [N], excluded []): the trained tokens left out are counted, int64.
+    gives -inf for a token that its own top-p or vocabulary forbids, and NaN where a kernel failed. The third value
+    counts the trained tokens left out, int64.
     """
     trained = mask != 0
     usable = trained & log_probs.isfinite() & reference.isfinite()
@@ -41,9 +39,7 @@ def reverse_kl_gap(student_log_probs: Tensor, teacher_log_probs: Tensor, mask: T
 
     As a policy gradient that lowers the reverse KL, KL(student || teacher), token by token, without the later tokens'.
     Source: GKD (arXiv 2306.13649) and MiniLLM (arXiv 2306.08543) for the reverse KL on the student's own text.
-
-    Returns:
-        (advantages [N], excluded []): a token with a log-prob that is not finite gets 0 and is counted.
+    A token with a log-prob that is not finite gets 0 and is counted -> (advantages [N], excluded []).
     """
     student, teacher, excluded = comparable(student_log_probs, teacher_log_probs, mask)
     return teacher - student, excluded
@@ -81,13 +77,7 @@ def unbiased_kl(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor,
     k1's is 0 on average. `low_var_kl` is bounded as a product, so it is unbiased only within the bound; `k2` stays
     biased. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
 
-    A token whose old log-prob is not finite has 0 and no gradient.
-
-    Args:
-        log_probs: of the policy that is trained, with gradient.
-        old_log_probs: of the policy that drew the tokens.
-        ref_log_probs: of the reference.
-        estimator: a name in `KL_ESTIMATORS`.
+    A token whose old log-prob is not finite has 0 and no gradient. `estimator` is a name in `KL_ESTIMATORS`.
     """
     known = old_log_probs.isfinite() | ~log_probs.isfinite()  # a NaN of the policy itself stays one
     policy = log_probs.where(known, 0.0)
@@ -140,9 +130,7 @@ def mismatch_sums(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tens
 
     Tokens [N] with mask 0 are left out; those where a log-prob is -inf or NaN are only counted. A token that the engine
     did not sample (a tool's) has log-prob 0 there, while the trainer's is far from 0.
-
-    Returns:
-        (sums [len(MISMATCH_SUMS)] fp64, largest |difference| [1] fp64, 0 without tokens)
+    Returns (sums [len(MISMATCH_SUMS)] fp64, largest |difference| [1] fp64, 0 without tokens).
     """
     trained = mask > 0
     finite = train_log_probs.isfinite() & rollout_log_probs.isfinite()

@@ -22,36 +22,23 @@ train/pairs_excluded | pairs | Pairs left out: an answer has no trained token, o
 def pair_slopes(
     answers: Iterable[tuple[int, float, float]], beta: float, label_smoothing: float
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Each pair's derivative of DPO's loss by the log-prob of its chosen answer; by the rejected one's, the opposite.
+    """Return (pair -> derivative of DPO's loss by its chosen answer's log-prob, the rejected one's negated; metrics).
 
     So a token's log-prob needs only a number to have DPO's gradient, and the two answers need not be in one place.
     The loss is `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`, h the log ratio of the chosen less that of the
     rejected: equation 7, with the label smoothing e of "A note on DPO with noisy preferences" (Mitchell, 2023): the
-    chance that a pair is the wrong way round.
+    chance that a pair is the wrong way round. A pair with an answer that is missing, or whose log ratio is not finite,
+    has no slope; `pairs_excluded` counts them. ValueError: a pair with two chosen or two rejected answers.
 
-    Args:
-        answers: (pair, +1 chosen or -1 rejected, log ratio of policy to reference summed over the trained tokens) of
-            each answer that has a trained token.
-        beta: how much a nat of divergence from the reference costs.
-        label_smoothing: e, from 0 to below 0.5.
-
-    Returns:
-        (pair -> slope, metrics: means over these pairs of the loss `dpo_loss`, of the implicit rewards `beta * log
-        ratio`, of their `reward_margin`, and of `reward_accuracy`, 1.0 where the chosen has the higher one;
-        `num_pairs`, their number). A pair with an answer that is missing, or whose log ratio is not finite, has no
-        slope; `pairs_excluded` counts them.
-
-    Raises:
-        ValueError: a pair with two chosen or two rejected answers.
+    answers  (pair, +1 chosen or -1 rejected, log ratio of policy to reference summed over the trained tokens) of each
+             answer that has a trained token
     """
     pairs: dict[int, dict[float, float]] = {}
     for pair, sign, total in answers:
         if sign in pairs.setdefault(pair, {}):
             raise ValueError(f"pair {pair} has two answers of sign {sign:+g}; a pair is one chosen and one rejected")
         pairs[pair][sign] = total
-    order = sorted(
-        pair for pair, of in pairs.items() if set(of) == {1.0, -1.0} and all(map(math.isfinite, of.values()))
-    )
+    order = sorted(pair for pair, of in pairs.items() if len(of) == 2 and all(map(math.isfinite, of.values())))
     means = {"num_pairs": float(len(order)), "pairs_excluded": float(len(pairs) - len(order))}
     if not order:
         return {}, means

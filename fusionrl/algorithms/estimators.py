@@ -143,11 +143,6 @@ def names_where(holds: Callable[[Estimator], bool]) -> tuple[str, ...]:
     return tuple(name for name, estimator in ESTIMATORS.items() if holds(estimator))
 
 
-def readers_of(field: str) -> tuple[str, ...]:
-    """Return the names of the estimators that read a flag."""
-    return names_where(lambda estimator: field in estimator.reads)
-
-
 _RANGE = ("eps_clip", "eps_clip_high")
 
 
@@ -179,6 +174,6 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def losses_that_read(field: str) -> tuple[str, ...]:
-    """Return the names of the policy losses that read a flag."""
-    return tuple(name for name, loss in LOSSES.items() if field in loss.reads)
+def readers_of(field: str, table: Mapping[str, Estimator] | Mapping[str, Loss] = ESTIMATORS) -> tuple[str, ...]:
+    """Return the names of a table, of estimators or losses, whose entries read a flag."""
+    return tuple(name for name, entry in table.items() if field in entry.reads)

@@ -12,9 +12,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The chance that at least one of k samples of a prompt is right, without bias from `num_samples` >= k drawn.
 
     1 - C(n - c, k) / C(n, k), eq. 1 of arXiv:2107.03374: the share of all subsets of k samples that hold a right one.
-
-    Raises:
-        ValueError: k is not in 1 … num_samples, or num_correct not in 0 … num_samples.
+    ValueError: k is not in 1 … num_samples, or num_correct not in 0 … num_samples.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} of {num_samples} samples: k must be from 1 to the number of samples")

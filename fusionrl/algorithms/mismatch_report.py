@@ -31,16 +31,13 @@ def mismatch_warning(
     functions: Sequence[str] = (),
     changed_by: Sequence[str] = (),
 ) -> str | None:
-    """Return the warning about `metrics` of `mismatch_metrics`; None if all is well.
+    """Return the warning about a step's `metrics` of `mismatch_metrics`; None if all is well.
 
-    Args:
-        metrics: of this step.
-        limits: when to speak.
-        earlier_mean: `logprob_diff_mean` of earlier steps, to notice a drift below the limits.
-        functions: the user's functions that write loss masks and log-probs, each with its flag.
-        changed_by: sampling parameters of the requests that change the policy's distribution.
+    earlier_mean  `logprob_diff_mean` of earlier steps, to notice a drift below the limits
+    functions     the user's functions that write loss masks and log-probs, each with its flag
+    changed_by    sampling parameters of the requests that change the policy's distribution
     """
-    limits = limits if limits is not None else MismatchLimits()
+    limits = limits or MismatchLimits()
     mean = metrics.get("logprob_diff_mean", 0.0)
     problems, look = [], []
     if metrics.get("logprob_not_finite", 0.0) > 0:

@@ -254,17 +254,13 @@ def token_weights(
     (removed by a filter, masked, failed) weighs nothing and still counts in num_samples: in the papers' 1/G, G is the
     number of answers that were sampled, whatever becomes of them.
 
-    Args:
-        mask: [L] of the sample's response; 0 where a token is not trained on.
-        kind: see above.
-        num_tokens: the sum of all masks.
-        num_samples: how many attempts the step has, those without trained tokens included. An attempt is one sample, or
-            several that share a `rollout_id`.
-        constant: for "constant": the same length for all samples, such as the longest response allowed.
-        attempt_tokens: for "sequence_mean": the sum of the masks of all samples of the attempt. None: of this one.
+    mask            [L] of the sample's response; 0 where a token is not trained on
+    num_tokens      the sum of all masks
+    num_samples     attempts of the step: one sample each, or several that share a `rollout_id`
+    constant        the same length for all samples, such as the longest response allowed
+    attempt_tokens  the sum of the masks of all samples of the attempt; None: of this one
 
-    Returns:
-        [L] float64.
+    Returns [L] float64.
     """
     mask = np.asarray(mask, np.float64)
     if kind == "token_mean":
@@ -280,16 +276,10 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2` of each token.
 
-    Source: the clip is from OpenAI Baselines' PPO2; arXiv 2005.12729, section 3, describes it.
+    Source: the clip is from OpenAI Baselines' PPO2; arXiv 2005.12729, section 3, describes it. `old_values` [N] are of
+    the critic when the advantages were computed, `returns` [N] what the values should be; clip None: no bound.
 
-    Args:
-        values: [N] of the critic that is trained, with gradient.
-        old_values: [N] of the critic when the advantages were computed.
-        returns: [N] what the values should be.
-        clip: how far a value may move from the old one; None: no bound.
-
-    Returns:
-        (loss [N], metrics [N]): `value_clip_fraction` is 1.0 where the clip took the gradient away, else 0.0.
+    Returns (loss [N], metrics [N]): `value_clip_fraction` is 1.0 where the clip took the gradient away, else 0.0.
     """
     free = (values - returns) ** 2
     if clip is None:

@@ -86,11 +86,7 @@ class Responses:
         return (self.counts.cumsum(0) - 1)[self.counts > 0]
 
     def pick(self, values: Tensor, name: str) -> Tensor:
-        """The trained tokens' `values` [N] -> [M] float64; the others may be anything.
-
-        Raises:
-            ValueError: one is not finite; `name` says what they are.
-        """
+        """The trained tokens' `values` [N] -> [M] float64. ValueError: one is not finite; `name` says what they are."""
         picked = values[self.positions].double()
         finite = picked.isfinite()
         if not finite.all():
@@ -101,11 +97,7 @@ class Responses:
         return picked
 
     def pick_rewards(self, rewards: Tensor) -> Tensor:
-        """As `pick`, of rewards [N], of which none may stand where it would be lost.
-
-        Raises:
-            ValueError: one is not finite, or one on an untrained token is not 0.
-        """
+        """As `pick`, of rewards [N]. ValueError also for one on an untrained token, where it would be lost."""
         picked = self.pick(rewards, "reward")
         lost = int(rewards.count_nonzero()) - int(picked.count_nonzero())
         if lost:
@@ -123,10 +115,6 @@ class Responses:
         return self.place(values[self.sample], values.dtype)
 
     def mean(self, values: Tensor, name: str) -> Tensor:
-        """Mean of `values` [N] over each sample's trained tokens -> [n] float64; NaN for a sample without one.
-
-        Raises:
-            ValueError: see `pick`.
-        """
+        """Mean of `values` [N] over each sample's trained tokens, as `pick` -> [n] float64; NaN without one."""
         sums = torch.zeros(self.lengths.numel(), dtype=torch.float64, device=values.device)
         return sums.index_add_(0, self.sample, self.pick(values, name)) / self.counts

@@ -36,8 +36,7 @@ class SampleBatch:
     scored       [n] bool, False: the sample has no reward (it failed or was aborted). It is in no group's mean or
                  deviation: from here on it is a group of its own. None: all have one
 
-    Raises:
-        ValueError: shapes that differ, or a reward that is not finite.
+    ValueError: shapes that differ, or a reward that is not finite.
     """
 
     rewards: np.ndarray
@@ -53,14 +52,10 @@ class SampleBatch:
     def __post_init__(self) -> None:
         rewards, group_index = np.asarray(self.rewards, np.float64), np.asarray(self.group_index)
         if rewards.ndim != 1 or rewards.shape != group_index.shape:
-            raise ValueError(
-                f"rewards {rewards.shape} and group_index {group_index.shape} must be two equal 1-d shapes"
-            )
+            raise ValueError(f"rewards {rewards.shape} and group_index {group_index.shape} must be equal 1-d shapes")
         if not np.isfinite(rewards).all():
             bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
-            raise ValueError(
-                f"reward {rewards[bad]} of sample {bad} is not finite; a reward function must return a number"
-            )
+            raise ValueError(f"reward {rewards[bad]} of sample {bad} is not finite; a reward must be a number")
         _, group, counts = np.unique(group_index, return_inverse=True, return_counts=True)
         attempts = np.arange(len(rewards)) if self.attempts is None else np.asarray(self.attempts)
         _, firsts = np.unique(attempts, return_index=True)
@@ -83,12 +78,6 @@ class SampleBatch:
     def shares(self) -> np.ndarray:
         """1 / (samples of the sample's attempt) [n]."""
         return 1.0 / np.bincount(self.attempt)[self.attempt] if self.rewards.size else np.zeros(0)
-
-    @property
-    def group_sizes(self) -> np.ndarray:
-        """Attempts of each sample's group [n]."""
-        group, counts = self.groups
-        return counts[group]
 
     def centered(self, weights: np.ndarray | None = None) -> np.ndarray:
         """Rewards minus their group's mean, over attempts or weighted by `weights` [n] >= 0 -> [n].
@@ -136,7 +125,8 @@ def rloo(batch: SampleBatch) -> np.ndarray:
 
     Source: RLOO (arXiv 2402.14740). The same as `K / (K - 1) * (r_i - mean(group))`.
     """
-    sizes = batch.group_sizes
+    group, counts = batch.groups
+    sizes = counts[group]
     return batch.centered() * sizes / np.maximum(sizes - 1, 1)
 
 
@@ -158,10 +148,7 @@ def leave_one_out(values: np.ndarray, group_index: np.ndarray) -> np.ndarray:
 def remax(batch: SampleBatch) -> np.ndarray:
     """`r - b`, b the reward of the greedy answer to the same prompt -> [n]; a group of one is as good as any.
 
-    Source: ReMax (arXiv 2310.10505).
-
-    Raises:
-        ValueError: no baselines, or one that is not finite.
+    Source: ReMax (arXiv 2310.10505). ValueError: no baselines, or one that is not finite.
     """
     if batch.baselines is None or np.shape(batch.baselines) != batch.rewards.shape:
         raise ValueError(f"ReMax needs the reward of a greedy answer for each of {batch.rewards.size} samples")
@@ -176,9 +163,7 @@ def opo(batch: SampleBatch) -> np.ndarray:
     """`r - sum_j l_j r_j / sum_j l_j` over the group, with l the lengths -> [n]: the baseline of least variance.
 
     The squared norm of a sample's gradient is taken to grow with its length. Source: OPO (arXiv 2505.23585).
-
-    Raises:
-        ValueError: no lengths, or one that is negative.
+    ValueError: no lengths, or one that is negative.
     """
     lengths = None if batch.lengths is None else np.asarray(batch.lengths, np.float64)
     if lengths is None or lengths.shape != batch.rewards.shape or not (lengths >= 0).all():
@@ -197,9 +182,7 @@ def pass_at_k_advantages(batch: SampleBatch) -> np.ndarray:
     Source: "Pass@k Training" (arXiv 2508.10751), its analytical derivation.
 
     Where all teams fare alike (s = 0) and in a group smaller than k, which has no team, the advantages are 0.
-
-    Raises:
-        ValueError: a reward that is neither 1 (right) nor 0 or -1 (wrong), k below 1, or no group of k samples.
+    ValueError: a reward that is neither 1 (right) nor 0 or -1 (wrong), k below 1, or no group of k samples.
     """
     rewards, k = batch.rewards, batch.k
     bad = np.flatnonzero(~np.isin(rewards, (1.0, 0.0, -1.0)))
@@ -229,21 +212,15 @@ def pass_at_k_advantages(batch: SampleBatch) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """Constants of the token stages; each stage reads its own.
-
-    gamma, lambd    discount of token rewards; lambda of GAE
-    bootstraps      a truncated response is worth its last value, not 0
-    kl_coef, kl_type           price of a nat of KL to the reference, and the estimator of that KL (`kl.py`)
-    process_coef, outcome_coef weights of PRIME's two parts
-    """
+    """Constants of the token stages, the flags of their names; each stage reads its own."""
 
     gamma: float = 1.0
     lambd: float = 1.0
-    bootstraps: bool = False
+    bootstrap_truncated: bool = False
     kl_coef: float = 0.0
-    kl_type: str = "k1"
-    process_coef: float = 1.0
-    outcome_coef: float = 1.0
+    kl_coef_type: str = "k1"
+    prm_process_coef: float = 1.0
+    prm_outcome_coef: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +278,7 @@ def critic(inputs: TokenInputs) -> TokenAdvantages:
 
     (rewards, kl), options = _token_rewards(inputs), inputs.options
     values, last = inputs.columns["values"], None
-    if options.bootstraps:
+    if options.bootstrap_truncated:
         last = truncated_values(values, inputs.responses, inputs.columns["truncated"])
     advantages, returns = gae(rewards, values, inputs.responses, options.gamma, options.lambd, last)
     return TokenAdvantages(advantages, returns, kl)
@@ -313,7 +290,7 @@ def process(inputs: TokenInputs) -> TokenAdvantages:
 
     rewards, options = inputs.columns["process_rewards"], inputs.options
     baselines = inputs.mean_of_others(inputs.responses.mean(rewards, "process reward"))
-    coefs = (options.gamma, options.process_coef, options.outcome_coef)
+    coefs = (options.gamma, options.prm_process_coef, options.prm_outcome_coef)
     return TokenAdvantages(prime_advantages(rewards, baselines, inputs.values, inputs.responses, *coefs))
 
 
@@ -327,5 +304,5 @@ def _token_rewards(inputs: TokenInputs) -> tuple[Tensor, Tensor | None]:
     if options.kl_coef <= 0:
         return rewards, None
     log_probs, mask = (columns["log_probs"], columns["ref_log_probs"]), inputs.responses.mask
-    price, excluded = kl_rewards(*log_probs, mask, options.kl_type, options.kl_coef)
+    price, excluded = kl_rewards(*log_probs, mask, options.kl_coef_type, options.kl_coef)
     return rewards + price, torch.stack([-price.double().sum() / options.kl_coef, excluded.double()])

@@ -18,11 +18,7 @@ CHUNK = 128
 
 
 def score_rewards(scores: Tensor, responses: Responses) -> Tensor:
-    """Each sample's score [n] on its last trained token -> [N]; that of a sample without one is left out.
-
-    Raises:
-        ValueError: a score that is not finite.
-    """
+    """Each sample's score [n] on its last trained token, if it has one -> [N]. ValueError: a score is not finite."""
     if not scores.isfinite().all():
         bad = int((~scores.isfinite()).nonzero()[0])
         raise ValueError(f"reward {float(scores[bad])} of sample {bad} is not finite")
@@ -34,13 +30,8 @@ def score_rewards(scores: Tensor, responses: Responses) -> Tensor:
 def kl_rewards(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str, coef: float) -> tuple[Tensor, Tensor]:
     """`-coef * KL` of each trained token [N], by the estimator `kind` of `kl.py`; 0 at untrained tokens.
 
-    Source: InstructGPT (arXiv 2203.02155), equation 2, its beta term.
-
-    Returns:
-        (rewards [N], excluded []): a token with a log-prob that is not finite gets 0 and is counted.
-
-    Raises:
-        ValueError: the estimate of finite log-probs overflows.
+    Source: InstructGPT (arXiv 2203.02155), equation 2, its beta term. ValueError: the estimate of finite log-probs
+    overflows. A token with a log-prob that is not finite gets 0 and is counted -> (rewards [N], excluded []).
     """
     policy, reference, excluded = comparable(log_probs, ref_log_probs, mask)
     kl = KL_ESTIMATORS[kind](policy, reference)
@@ -56,8 +47,7 @@ def kl_rewards(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str
 def discounted_returns(rewards: Tensor, responses: Responses, gamma: float) -> Tensor:
     """`G_t = r_t + gamma G_{t+1}` [N], 0 at untrained tokens. Source: REINFORCE++ (arXiv 2501.03262).
 
-    Raises:
-        ValueError: a reward [N] that is not finite, or that stands on an untrained token.
+    ValueError: a reward [N] that is not finite, or that stands on an untrained token.
     """
     returns = discounted_sums(responses.pick_rewards(rewards), responses.counts, gamma)
     return responses.place(returns, rewards.dtype)
@@ -73,22 +63,14 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """`A_t = d_t + gamma lam A_{t+1}`, `d_t = r_t + gamma V_{t+1} - V_t`.
 
-    Source: GAE (arXiv 1506.02438), equation 16.
+    Source: GAE (arXiv 1506.02438), equation 16. ValueError: a reward or value that is not finite, or a reward on an
+    untrained token.
 
-    Args:
-        rewards: [N]; 0 at untrained tokens.
-        values: [N], the critic's value before each token; anything at untrained tokens.
-        responses: the N tokens' samples and mask.
-        gamma: discount.
-        lam: 1 is the return minus the value.
-        last_values: [n], the value after a response's last token; None is 0 for all, as if each response had ended by
-            itself, a truncated one too; see `truncated_values`.
+    values       [N], the critic's value before each token; anything at untrained tokens
+    last_values  [n], the value after a response's last token; None is 0 for all, as if each response had ended by
+                 itself, a truncated one too; see `truncated_values`
 
-    Returns:
-        (advantages [N], returns [N]), `returns = advantages + values`, the critic's target; 0 at untrained tokens.
-
-    Raises:
-        ValueError: a reward or value that is not finite, or a reward on an untrained token.
+    Returns (advantages [N], returns [N]), `returns = advantages + values`, the critic's target; 0 at untrained tokens.
     """
     picked = responses.pick(values, "value")
     following = picked.roll(-1)
@@ -118,15 +100,8 @@ def discounted_sums(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
 
     Sequences are cut into chunks of 128. Within a chunk the sums are one product with the matrix of powers
     `decay^(j - i)`, j >= i; what flows in from the next chunk obeys the same recursion over the chunks' first values,
-    with `decay^128`, and so on: 32k tokens take three rounds.
-
-    Args:
-        values: [N], flat, one sequence after the other.
-        lengths: [n] int64, their sum is N.
-        decay: in 0 … 1.
-
-    Returns:
-        [N], of the type of `values`.
+    with `decay^128`, and so on: 32k tokens take three rounds. `values` [N] are flat, one sequence after the other, of
+    these `lengths` [n] int64 -> [N], of the type of `values`.
     """
     if not values.numel():
         return values.clone()
@@ -163,19 +138,11 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, total: Tensor) -> Tensor:
-    """`(x - mean) / sqrt(variance + 1e-8)` where `mask` is not 0, else 0; the variance is the unbiased one (n - 1).
+    """`(x - mean) / sqrt(variance + 1e-8)` [N] where `mask` is not 0, else 0; the variance is the unbiased one (n - 1).
 
-    Args:
-        values: [N].
-        mask: [N].
-        total: [3], the `moments` of the whole batch.
-
-    Returns:
-        [N], of the type of `values`. A batch of one token, or of equal ones, has no deviation: its values become 0, as
-        far as rounding goes.
-
-    Raises:
-        ValueError: a value in the batch is not finite; on every rank at once, for all have the same `total`.
+    `total` [3] are the `moments` of the whole batch. A batch of one token, or of equal ones, has no deviation: its
+    values become 0, as far as rounding goes. ValueError: a value in the batch is not finite; on every rank at once, for
+    all have the same `total`.
     """
     count, first, second = total.double().tolist()
     if not torch.isfinite(total).all():
@@ -189,10 +156,8 @@ def whiten(values: Tensor, mask: Tensor, total: Tensor) -> Tensor:
 def implicit_rewards(prm_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """`beta * (log p_prm - log p_ref)` of each trained token [N]; 0 at untrained tokens.
 
-    The gradient flows through the reward model's log-probs alone. The paper's beta is 0.05.
-
-    Returns:
-        (rewards [N], excluded []): a token with a log-prob that is not finite gets 0 and is counted.
+    The gradient flows through the reward model's log-probs alone. The paper's beta is 0.05. A token with a log-prob
+    that is not finite gets 0 and is counted -> (rewards [N], excluded []).
     """
     prm, reference, excluded = comparable(prm_log_probs, ref_log_probs.detach(), mask)
     return beta * (prm - reference), excluded
@@ -211,20 +176,13 @@ def prime_advantages(
 
     b is the mean over the group's other samples of their mean process reward. The two are made apart, for one is of
     tokens and one of samples, and added. (The authors' program scales `r_s - mean` by K / (K - 1); the
-    formula of the paper, which this is, does not.)
+    formula of the paper, which this is, does not.) ValueError: a process reward that is not finite.
 
-    Args:
-        process_rewards: [N], of `implicit_rewards`, without gradient.
-        process_baselines: [n], of `leave_one_out` over the samples' means.
-        outcome_advantages: [n], of `rloo`.
-        responses: the N tokens' samples and mask.
-        gamma, process_coef, outcome_coef: discount of the process rewards; weights of the two parts.
+    process_rewards     [N], of `implicit_rewards`, without gradient
+    process_baselines   [n], of `leave_one_out` over the samples' means
+    outcome_advantages  [n], of `rloo`
 
-    Returns:
-        [N], of the type of `process_rewards`; 0 at untrained tokens. To be whitened.
-
-    Raises:
-        ValueError: a process reward that is not finite.
+    Returns [N], 0 at untrained tokens, to be whitened.
     """
     centered = responses.pick(process_rewards, "process reward") - process_baselines.double()[responses.sample]
     process = discounted_returns(responses.place(centered, centered.dtype), responses, gamma)
@@ -235,14 +193,10 @@ def prime_advantages(
 def implicit_reward_loss(rewards: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of the reward model: `-(y log s(r) + (1 - y) log s(-r))`, s the sigmoid -> [S].
 
-    Args:
-        rewards: [S], the sums of `implicit_rewards` over each whole sequence. Where a sequence's tokens are spread
-            over ranks, sum over these first, by a sum that carries the gradient back. An empty sequence has 0 and
-            its loss log 2, without gradient.
-        labels: [S], 1 where the outcome is right, 0 where it is wrong; or a share of it.
-
-    Raises:
-        ValueError: a label outside of 0 … 1.
+    rewards  [S], the sums of `implicit_rewards` over each whole sequence. Where a sequence's tokens are spread over
+             ranks, sum over these first, by a sum that carries the gradient back. An empty sequence has 0 and its loss
+             log 2, without gradient
+    labels   [S], 1 where the outcome is right, 0 where it is wrong, or a share of it; ValueError: outside of 0 … 1
     """
     wrong = ~((labels >= 0) & (labels <= 1))
     if wrong.any():

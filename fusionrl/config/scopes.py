@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD, PRESETS, losses_that_read, names_where, readers_of
+from fusionrl.algorithms.estimators import ACCURACY, LOSSES, NONZERO_STD, PRESETS, names_where, readers_of
 from fusionrl.config import run_parts
 from fusionrl.pipeline.knobs import IN_TURN, PIPELINES
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def custom_policy_loss(config: Config) -> bool:
 
 def of_losses(field: str) -> Scope:
     """Return the scope of a flag that only some policy losses read."""
-    names = losses_that_read(field)
+    names = readers_of(field, LOSSES)
     return _if(
         f"without --policy-loss {' or '.join(names)}",
         lambda c: custom_policy_loss(c) or run_parts.policy_loss_name(c.algorithm) in names,
@@ -213,6 +215,12 @@ class Group(BaseModel):
     """Base of every group: strict, frozen, unknown names refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def flags_as(kind: type[T], *groups: Group, **others: object) -> T:
+    """Return a dataclass whose fields have the values of the flags of their names, but for `others`."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for group in groups for name, value in group if name in names} | others)
 
 
 def _from_json(value: object) -> object:

@@ -23,6 +23,7 @@ from fusionrl.algorithms.stages import TokenInputs, TokenOptions, leave_one_out
 from fusionrl.algorithms.token_advantages import moments, whiten
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import estimator_of
+from fusionrl.config.scopes import flags_as
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.process_groups import gathered
@@ -52,15 +53,7 @@ def add_advantages(shard: TrainShard, config: Config, device: torch.device) -> d
     responses = Responses(mask, torch.from_numpy(shard.response_lengths.astype(np.int64)))
     mean_of_others = functools.partial(_mean_of_others, shard)
     algorithm = config.algorithm
-    options = TokenOptions(
-        gamma=algorithm.gamma,
-        lambd=algorithm.lambd,
-        bootstraps=algorithm.bootstrap_truncated,
-        kl_coef=algorithm.kl_coef,
-        kl_type=algorithm.kl_coef_type,
-        process_coef=config.prm.prm_process_coef,
-        outcome_coef=config.prm.prm_outcome_coef,
-    )
+    options = flags_as(TokenOptions, algorithm, config.prm)
     stage = estimator_of(algorithm).tokens
     computed = stage(TokenInputs(columns["rewards"], responses, columns, options, mean_of_others))
     advantages = computed.advantages

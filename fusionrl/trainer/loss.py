@@ -23,6 +23,7 @@ from fusionrl.config.algorithm import AlgorithmGroup
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.run_parts import corrects_by_default, policy_loss_name
+from fusionrl.config.scopes import flags_as
 from fusionrl.trainer.micro_batches import MicroBatch
 from fusionrl.trainer.process_groups import sum_over_context_ranks
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK
@@ -121,18 +122,8 @@ def _named(path: str) -> PolicyLoss:
 
 
 def _constants(a: AlgorithmGroup) -> PolicyLossOptions:
-    return PolicyLossOptions(
-        eps_low=a.eps_clip,
-        eps_high=a.eps_clip_high if a.eps_clip_high is not None else a.eps_clip,
-        dual_clip=a.eps_clip_c,
-        sapo_tau_pos=a.sapo_tau_pos,
-        sapo_tau_neg=a.sapo_tau_neg,
-        clip_cov_fraction=a.clip_cov_fraction,
-        clip_cov_low=a.clip_cov_low,
-        clip_cov_high=a.clip_cov_high,
-        kl_cov_fraction=a.kl_cov_fraction,
-        kl_cov_coef=a.kl_cov_coef,
-    )
+    eps_high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
+    return flags_as(PolicyLossOptions, a, eps_low=a.eps_clip, eps_high=eps_high, dual_clip=a.eps_clip_c)
 
 
 def _correction(a: AlgorithmGroup) -> CorrectionOptions | None:
