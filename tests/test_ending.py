@@ -9,12 +9,11 @@ import pytest
 
 import fusionrl.runtime.run
 from fusionrl import cli
-from fusionrl.cli.end_message import end_message
 from fusionrl.cli.train import debug, explain
 from fusionrl.config.config import Config
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.run_dir import RunDir
-from fusionrl.runtime.checkpoints import Checkpoints
+from fusionrl.runtime.checkpoints import Checkpoints, end_message
 
 Capsys, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 

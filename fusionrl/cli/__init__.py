@@ -4,12 +4,14 @@ import io
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pkgutil import resolve_name
 
 from fusionrl import __version__
+from fusionrl.base.environment import hide_passwords
 from fusionrl.base.wording import closest
-from fusionrl.cli.exit_codes import EXIT_USER, refuse
+
+EXIT_USER, EXIT_FAILURE, EXIT_TERMINATED, EXIT_INTERRUPTED = 2, 1, 143, 130
 
 USAGE = """usage: fusionrl COMMAND [flags]
 
@@ -44,7 +46,7 @@ COMMANDS: dict[str, str] = {
     "export": "fusionrl.cli.export:run",
     "engines": "fusionrl.cli.engines:run",
     "data": "fusionrl.cli.data:run",
-    "flags": "fusionrl.cli.flags:run",
+    "flags": "fusionrl.config.reference:main",
     "from-slime": "fusionrl.compat.slime.command:run",
     "metrics": "fusionrl.observe.glossary:main",
 }
@@ -93,3 +95,10 @@ def _run(args: list[str]) -> int:
             raise
         return refuse([str(error)])
     return exit_code
+
+
+def refuse(errors: Iterable[str]) -> int:
+    """Print the mistakes, one line each, and return the exit code of a user's mistake."""
+    for error in errors:
+        print(f"error: {hide_passwords(error)}", file=sys.stderr)
+    return EXIT_USER

@@ -11,7 +11,7 @@ from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.images import image_errors
 from fusionrl.checks.lengths import conversation_limit, file_length_errors
 from fusionrl.checks.rewards import run_label_check
-from fusionrl.cli.exit_codes import EXIT_USER, refuse
+from fusionrl.cli import EXIT_USER, refuse
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.parser import CommandLineError, read_args

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusionrl.cli.exit_codes import refuse
+from fusionrl.cli import refuse
 from fusionrl.observe.run_dir import WANTED, add_wanted, engine_url, read_states, read_wanted, remove_wanted
 
 

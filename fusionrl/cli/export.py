@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.base import cpu_wing
 from fusionrl.base.imports import quiet
-from fusionrl.cli.exit_codes import refuse
+from fusionrl.cli import refuse
 from fusionrl.models.families import kept
 from fusionrl.models.hf_folder import is_megatron_folder
 from fusionrl.models.peft import CONFIG, read_peft

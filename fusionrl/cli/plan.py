@@ -1,15 +1,25 @@
 """`fusionrl plan`: check the flags of a run and print its plan; nothing is started."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from fusionrl.checks.warnings import run_warnings
-from fusionrl.cli.exit_codes import refuse
-from fusionrl.cli.resolve import resolve, resume_lines
+from fusionrl.base.wording import attempt
+from fusionrl.checks.hub import HubError, find_model, is_model_name
+from fusionrl.checks.validate import validate_flags
+from fusionrl.checks.warnings import flag_warnings, run_warnings
+from fusionrl.cli import refuse
+from fusionrl.cli.resolve import not_named_yet, resolve, resume_lines
 from fusionrl.config.config import Config
-from fusionrl.config.parser import CommandLineError, build_parser
-from fusionrl.config.passed_flags import PLAN_FLAGS, take_plan_flags
-from fusionrl.plan.plan import Plan
+from fusionrl.config.eval_sets import sees_images
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.parser import CommandLineError, build_parser, read_args
+from fusionrl.config.passed_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
+from fusionrl.models.quantization import BlockFp8, read_described
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster
+from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.render import render_plan
+from fusionrl.plan.trainers import lr_decay_steps
 
 
 def run(argv: Sequence[str]) -> int:
@@ -25,8 +35,6 @@ def run(argv: Sequence[str]) -> int:
         return refuse(errors)
     try:
         if "--cluster" in of_plan:
-            from fusionrl.cli.plan_cluster import plan_elsewhere
-
             return plan_elsewhere(argv, of_plan)
         config, plan = resolve(argv, of_plan)
     except CommandLineError as error:
@@ -40,3 +48,80 @@ def print_plan(config: Config, plan: Plan) -> None:
     print(render_plan(plan, config, run_warnings(config, plan)), end="")
     for text in resume_lines(config, plan):
         print(f"resume     {text}")
+
+
+def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
+    """Print the plan for a cluster elsewhere, and what could not be checked; returns the exit code.
+
+    Args:
+        argv: the command line without `plan_flags`.
+        plan_flags: values of PLAN_FLAGS.
+
+    Raises:
+        CommandLineError: every mistake that flags and config.json show.
+    """
+    config, errors = read_args(argv, "fusionrl plan")
+    cluster = attempt(errors, lambda: Cluster.parse(plan_flags["--cluster"]))
+    if cluster is not None:
+        config = attempt(errors, partial(on_cluster, config, cluster)) or config
+    imbalance = attempt(errors, lambda: imbalance_of(plan_flags)) or 1.0
+    shape, quantization = attempt(errors, partial(_shape, config.model.hf_checkpoint, sees_images(config))) or (
+        None,
+        None,
+    )
+    if config.run.mode == "eval":
+        quantization = None  # as for a run here: engines alone load what the files have
+    original = config
+    # These flags name folders of the cluster; other trainers than the actor's are taken for models of its shape.
+    # A copy that sets a field counts as given by the user, so only what is there is taken out.
+    if config.critic.critic_load is not None:
+        config = config.model_copy(update={"critic": config.critic.model_copy(update={"critic_load": None})})
+    if config.prm.prm_load is not None:
+        config = config.model_copy(update={"prm": config.prm.model_copy(update={"prm_load": None})})
+    new_errors = validate_flags(config, shape)
+    if config.run.num_epoch is not None and config.run.num_rollout is None:
+        # The prompts are elsewhere: the number of steps is not known.
+        config = config.model_copy(update={"run": config.run.model_copy(update={"num_epoch": None})})
+    new_errors += plan_errors(config, 0, shape, "cuda") if cluster else []
+    errors += not_named_yet(new_errors, errors)
+    if errors or shape is None or cluster is None:
+        raise CommandLineError(errors)
+    config = _with_scorers(config)
+    make = partial(make_plan, config, shape, device="cuda", num_prompts=0, machine=cluster.machine)
+    plan = attempt(errors, partial(make, quantization=quantization, imbalance=imbalance))
+    if plan is None:
+        raise CommandLineError(errors)
+    if plan.layout is not None and config.run.num_rollout is not None:
+        attempt(errors, partial(lr_decay_steps, config.train, plan.num_optimizer_steps))
+    if errors := errors or cluster_errors(cluster, plan.num_bundles):
+        raise CommandLineError(errors)
+    print(f"cluster    {cluster.describe()}")
+    print(render_plan(plan, config, flag_warnings(config)), end="")
+    unread = {scorer.role for scorer in plan.scorers if scorer.shape is None}
+    print(f"not checked: {', '.join(not_checked(original, unread))}")
+    return 0
+
+
+def _shape(folder: str | None, sees: bool) -> tuple[ModelShape, BlockFp8 | None]:
+    if folder is not None and is_model_name(folder):
+        folder = find_model(folder, "--hf-checkpoint", only_config=True)
+    if folder is None:
+        raise ValueError("--hf-checkpoint is required: a config.json, or a folder that has one")
+    return read_described(folder, sees=sees)
+
+
+def _with_scorers(config: Config) -> Config:
+    """The configuration with folders in place of the Hub's names of reward model and teacher, for their config.json.
+
+    A name that cannot be had stays: its memory is then not estimated.
+    """
+    for group, field in (("reward", "rm_model"), ("algorithm", "opd_teacher_load")):
+        name = getattr(getattr(config, group), field)
+        if name is None or not is_model_name(name):
+            continue
+        try:
+            folder = find_model(name, flag_of(field), only_config=True)
+        except HubError:
+            continue
+        config = config.model_copy(update={group: getattr(config, group).model_copy(update={field: folder})})
+    return config

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
+from fusionrl.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
 from fusionrl.runtime.early_start import EarlyStart
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def run(argv: Sequence[str]) -> int:
             cure = "it belongs to `fusionrl plan`, which starts nothing; leave it out"
             return refuse(f"{flag}: {cure}" for flag in of_plan)
         _begin(early_start, argv)
-        from fusionrl.cli.plan import print_plan
         from fusionrl.cli.resolve import resolve
 
         try:
@@ -49,6 +48,8 @@ def run(argv: Sequence[str]) -> int:
         except CommandLineError as error:
             return refuse(error.errors)
         if config.run.dry_run:
+            from fusionrl.cli.plan import print_plan
+
             print_plan(config, plan)
             return 0
         code = run_command(config, plan, early_start)
@@ -77,9 +78,9 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
     `early_start` started already.
     """
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
-    from fusionrl.cli.end_message import end_message
     from fusionrl.observe.run_dir import RunDir, umask_of
     from fusionrl.observe.spans import stop_recording
+    from fusionrl.runtime.checkpoints import end_message
 
     path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -116,12 +117,12 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
 def _run_in(run_dir: RunDir, config: Config, plan: Plan, early_start: EarlyStart) -> None:
     """Write what the run is going to do, then run it."""
     from fusionrl.checks.warnings import run_warnings
-    from fusionrl.cli.end_message import saves_at_the_end_only
     from fusionrl.cli.resolve import resume_lines
     from fusionrl.observe.logs import quiet_libraries, setup_logging
     from fusionrl.observe.progress import Progress
     from fusionrl.observe.spans import phase, record_to
     from fusionrl.plan.render import memory_warnings, render_plan
+    from fusionrl.runtime.checkpoints import saves_at_the_end_only
 
     changes = resume_lines(config, plan)  # against the configuration before this one
     run_dir.write_config(config.to_file())

@@ -3,6 +3,7 @@
 import json
 import textwrap
 import typing
+from collections.abc import Sequence
 
 from pydantic.fields import FieldInfo
 
@@ -81,3 +82,9 @@ def render_template() -> str:
             default = value if isinstance(value, str) and value else json.dumps(value)  # as YAML and JSON both write it
             parts.append(f"#{field.replace('_', '-')}:{'' if value is None else f' {default}'}\n")
     return "".join(parts)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`fusionrl flags [--template]`: print the page, or the commented file; return the exit code."""
+    print(render_template() if list(argv) == ["--template"] else render_reference(), end="")
+    return 0

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusionrl.checks.validate import validate_flags
-from fusionrl.cli.exit_codes import EXIT_USER, refuse
+from fusionrl.cli import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
 from fusionrl.compat.slime.arguments import custom_file, left_parts, plain, quoted, set_apart, written_file
 from fusionrl.compat.slime.flags import (

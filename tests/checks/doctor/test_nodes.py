@@ -14,7 +14,7 @@ from fusionrl.checks.doctor import nodes
 from fusionrl.checks.doctor.examine import Examined
 from fusionrl.checks.doctor.findings import Finding, fact, fault
 from fusionrl.checks.doctor.nodes import installed_versions
-from fusionrl.cli.doctor_nodes import cluster_findings
+from fusionrl.cli.doctor import cluster_findings
 from fusionrl.config.parser import read_args
 from fusionrl.runtime.ray_cluster import Node
 from tests.checks.doctor.test_machine import one
