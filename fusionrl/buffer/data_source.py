@@ -300,10 +300,6 @@ class PromptSource:
         prompts = getattr(self.hooked, "prompts", ())
         return {sample.metadata.get("rm_type") for sample in prompts if isinstance(sample.metadata, dict)}
 
-    def cursor(self) -> dict[str, object]:
-        """Return how far the data is read, where the data source says so."""
-        return {name: getattr(self.hooked, name, None) for name in ("epoch", "offset")}
-
     def state(self) -> dict[str, object] | None:
         """Return the state of now; None without a data source."""
         if self.hooked is None:

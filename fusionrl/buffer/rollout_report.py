@@ -135,11 +135,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
             parts.setdefault(name, []).append(value)
     return {
         **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
-        **_code_failures(samples),
-        **_timed_out(samples),
-        **_rewritten(samples),
-        **_drafts(samples),
-        **_images(samples),
+        **_occasional_metrics(samples),
         "rollout/raw_reward": mean,
         "rollout/raw_reward_std": float(np.sqrt(np.average((rewards - mean) ** 2, weights=shares))),
         "rollout/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),
@@ -160,46 +156,28 @@ def _entries(samples: Sequence[Sample], name: str) -> list[dict[str, object]]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def _timed_out(samples: Sequence[Sample]) -> dict[str, float]:
-    """How many samples passed --sample-timeout, where any did."""
-    count = sum(TIMED_OUT in (sample.metadata or {}) for sample in samples)
-    return {"rollout/timed_out": float(count)} if count else {}
-
-
-def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
-    """Per reason for which programs failed tests (`registry.REASONS`): how many samples have such a test."""
-    reasons = _entries(samples, "code_failures")
-    counts = Counter(name for failed in reasons for name in failed if name in REASONS)
-    return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}
-
-
-def _images(samples: Sequence[Sample]) -> dict[str, float]:
-    """Numbers of images; empty in a run of text."""
-    if IMAGES.processor is None:
-        return {}
-    from fusionrl.rollout.image_requests import image_metrics
-
-    return image_metrics(samples)
-
-
-def _rewritten(samples: Sequence[Sample]) -> dict[str, float]:
-    """Segments beyond the first of a session: histories that an agent rewrote. Empty where no sample has a session."""
-    numbers = [number for entry in _entries(samples, SESSION) if isinstance(number := entry.get("segment"), int)]
-    return {"rollout/session_rewrites": float(sum(number > 0 for number in numbers))} if numbers else {}
-
-
-def _drafts(samples: Sequence[Sample]) -> dict[str, float]:
-    """How many drafted tokens the model took, and how many tokens it made at a time; empty where no engine drafts."""
-    total = SpecInfo()
+def _occasional_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return numbers of what few runs have: time-outs, failed programs, rewritten histories, drafts, images."""
+    metrics: dict[str, float] = {}
+    if num_timed_out := sum(TIMED_OUT in (sample.metadata or {}) for sample in samples):
+        metrics["rollout/timed_out"] = float(num_timed_out)
+    failures = Counter(name for failed in _entries(samples, "code_failures") for name in failed if name in REASONS)
+    metrics |= {f"rollout/code_failed/{name}": float(count) for name, count in failures.items()}
+    segments = [number for entry in _entries(samples, SESSION) if isinstance(number := entry.get("segment"), int)]
+    if segments:
+        metrics["rollout/session_rewrites"] = float(sum(number > 0 for number in segments))
+    drafts = SpecInfo()
     for sample in samples:
         for name, count in vars(sample.spec_info).items():
-            setattr(total, name, getattr(total, name) + count)
-    if not total.spec_verify_ct:
-        return {}
-    return {
-        "rollout/spec_accept_rate": total.spec_accept_rate,
-        "rollout/spec_accept_length": total.spec_accept_length,
-    }
+            setattr(drafts, name, getattr(drafts, name) + count)
+    if drafts.spec_verify_ct:
+        metrics["rollout/spec_accept_rate"] = drafts.spec_accept_rate
+        metrics["rollout/spec_accept_length"] = drafts.spec_accept_length
+    if IMAGES.processor is not None:
+        from fusionrl.rollout.image_requests import image_metrics
+
+        metrics |= image_metrics(samples)
+    return metrics
 
 
 def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
@@ -271,7 +249,8 @@ def rollout_facts(
         changed_by=tuple(sorted({name for names in changed for name in names})),
         num_errors=lost.count("error"),
     )
-    places = [*spread(len(samples), config.run.log_samples), *([] if example is None else [example])]
+    count = min(config.run.log_samples, len(samples))
+    places = [*(i * len(samples) // count for i in range(count)), *([] if example is None else [example])]
     glimpses = [glimpse(samples[i], raw[i]) for i in places]
     return (facts, glimpses) if example is None else (replace(facts, example=glimpses.pop()), glimpses)
 
@@ -318,11 +297,6 @@ def _has_own_advantages(config: Config) -> bool:
             config.algorithm.custom_policy_loss_path,
         )
     )
-
-
-def spread(num_samples: int, count: int) -> list[int]:
-    count = min(count, num_samples)
-    return [i * num_samples // count for i in range(count)]
 
 
 def glimpse(sample: Sample, reward: float) -> Glimpse:
@@ -383,10 +357,6 @@ def token_numbers(samples: Sequence[Sample], version: int | None) -> tuple[dict[
     return _staleness_metrics(ages, num_unknown), distance
 
 
-def _mean(counts: Counter[int]) -> float:
-    return sum(age * count for age, count in counts.items()) / counts.total()
-
-
 def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[str, float]:
     """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
 
@@ -396,27 +366,19 @@ def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[s
     ages = [sample_ages for sample_ages in ages if sample_ages]
     if not ages:
         return {}
-    tokens = sum(ages, Counter[int]())
-    samples = Counter(max(sample_ages) for sample_ages in ages)
-    metrics = {
-        "rollout/staleness/token_mean": _mean(tokens),
-        "rollout/staleness/token_max": float(max(tokens)),
-        "rollout/staleness/sample_mean": _mean(samples),
-        "rollout/staleness/sample_max": float(max(samples)),
-    }
-    metrics |= {f"rollout/staleness/tokens/{age}": share for age, share in _histogram(tokens).items()}
-    metrics |= {f"rollout/staleness/samples/{age}": share for age, share in _histogram(samples).items()}
+    tokens, oldest = sum(ages, Counter[int]()), Counter(max(sample_ages) for sample_ages in ages)
+    metrics: dict[str, float] = {}
+    for name, counts in (("token", tokens), ("sample", oldest)):
+        total = counts.total()
+        metrics[f"rollout/staleness/{name}_mean"] = sum(age * count for age, count in counts.items()) / total
+        metrics[f"rollout/staleness/{name}_max"] = float(max(counts))
+        shares = Counter({0: 0})  # of the ages that occur, and of 0
+        for age, count in counts.items():
+            shares[min(age, LAST_BIN)] += count
+        metrics |= {f"rollout/staleness/{name}s/{age}": shares[age] / total for age in sorted(shares)}
     if num_unknown:
         metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + tokens.total())
     return metrics
-
-
-def _histogram(ages: Counter[int]) -> dict[int, float]:
-    """Age in rollouts -> share, of those that occur and of 0."""
-    shares: Counter[int] = Counter({0: 0})
-    for age, count in ages.items():
-        shares[min(age, LAST_BIN)] += count
-    return {age: shares[age] / ages.total() for age in sorted(shares)}
 
 
 def best_and_worst(samples: Sequence[Sample], rewards: Sequence[float]) -> list[tuple[int, int]]:

@@ -57,7 +57,7 @@ from fusionrl.pipeline.state import (
 )
 from fusionrl.rollout.generate import SampleContext, generate_group
 from fusionrl.rollout.generate_state import request_counts, rollout_client, sampling_params
-from fusionrl.rollout.sglang_rollout import apply_filter, check_filter_keeps, open_teacher
+from fusionrl.rollout.sglang_rollout import GroupFilter, open_teacher
 
 _JOIN_S = 30.0  # for the tasks under way to end when they are cancelled
 _ENDED = "the stream has ended"
@@ -453,26 +453,6 @@ def why_failed(samples: list[Sample], *, replaces: bool) -> str:
     if not failed or not (replaces or len(failed) == len(samples)):
         return ""
     return f"{len(failed)} of {len(samples)} samples of prompt {samples[0].prompt!r:.60} failed"
-
-
-class GroupFilter:
-    """--dynamic-sampling-filter-path over a run; ends a run whose filter keeps next to nothing."""
-
-    def __init__(self, num_wanted: int) -> None:
-        """`num_wanted`: groups of a batch."""
-        self._num_wanted = num_wanted
-        self._num_kept, self._refused = 0, Counter[str]()
-
-    def refuses(self, context: SampleContext, samples: list[Sample]) -> str:
-        """Return why the filter does not keep a group, "" if it does; ValueError if it keeps next to nothing."""
-        verdict = apply_filter(context.filter_path, context.args, samples)
-        if verdict.keep:
-            self._num_kept += 1
-            return ""
-        reason = verdict.reason or "filtered"
-        self._refused[reason] += 1
-        check_filter_keeps(context.filter_path, self._num_kept, self._refused, self._num_wanted)
-        return reason
 
 
 _MOST_NAMED = 5  # groups

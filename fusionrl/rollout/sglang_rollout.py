@@ -78,6 +78,13 @@ Task = asyncio.Task[list[Sample]]
 ABORT_TIMEOUT_S = 30.0  # for engines to let go of what is aborted
 MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that keeps next to nothing ends the run
 
+METRICS = """
+rollout/dropped_<reason> | groups | Groups that were generated and not used, by reason: that of
+    --dynamic-sampling-filter-path, `filtered` without one, `surplus` where there were more than enough. | when it
+    happens
+rollout/partial_samples | samples | Unfinished samples that the next rollout continues. | --partial-rollout
+"""
+
 
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
@@ -171,12 +178,52 @@ def open_teacher(args: Namespace) -> AbstractAsyncContextManager[Teacher | None]
     return Teacher(args)
 
 
-METRICS = """
-rollout/dropped_<reason> | groups | Groups that were generated and not used, by reason: that of
-    --dynamic-sampling-filter-path, `filtered` without one, `surplus` where there were more than enough. | when it
-    happens
-rollout/partial_samples | samples | Unfinished samples that the next rollout continues. | --partial-rollout
-"""
+def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:
+    """Ask the dynamic sampling filter `path`, if there is one, about a finished group; a bare bool is accepted.
+
+    Raises HookError if it raised, or returned something else.
+    """
+    if path is None:
+        return DynamicFilterOutput(True)
+    verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
+    keep_images(group)
+    if isinstance(verdict, bool | np.bool_):
+        return DynamicFilterOutput(bool(verdict))
+    if not hasattr(verdict, "keep"):
+        problem = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {problem}", group)
+    fallback = bool(getattr(verdict, "keep_when_insufficient", False))
+    return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)
+
+
+class GroupFilter:
+    """--dynamic-sampling-filter-path over a rollout, or over a run; ends one whose filter keeps next to nothing."""
+
+    def __init__(self, num_wanted: int) -> None:
+        """`num_wanted`: groups of a batch."""
+        self._num_wanted, self._num_kept = num_wanted, 0
+        self.dropped: Counter[str] = Counter()
+
+    def refuses(self, context: SampleContext, group: list[Sample], are_missing: bool = False) -> str:
+        """Return why the filter does not keep a finished group, "" if it does.
+
+        are_missing  without this group more prompts would have to be sampled, which some filters avoid
+
+        Raises ValueError, which names the filter and what it said, if it keeps next to nothing.
+        """
+        verdict = apply_filter(context.filter_path, context.args, group)
+        if verdict.keep or (are_missing and verdict.keep_when_insufficient):
+            self._num_kept += 1
+            return ""
+        reason = verdict.reason or "filtered"
+        self.dropped[reason] += 1
+        num_dropped = self.dropped.total()
+        if num_dropped >= MAX_DROPPED * self._num_wanted and self._num_kept * MAX_DROPPED < num_dropped:
+            raise ValueError(
+                f"--dynamic-sampling-filter-path {context.filter_path}: it kept {self._num_kept} of"
+                f" {self._num_kept + num_dropped} groups, {self._num_wanted} are wanted; reasons: {dict(self.dropped)}"
+            )
+        return reason
 
 
 class _Rollout:
@@ -190,7 +237,7 @@ class _Rollout:
         self._kept: list[list[Sample]] = []
         self._kept_blank: list[list[Sample]] = []  # the same groups as they came from the data source
         self._refused: list[list[Sample]] = []
-        self._dropped: Counter[str] = Counter()
+        self._filter = GroupFilter(self._num_wanted)
         self._pending: dict[Task, list[Sample]] = {}
         self._num_partial = 0
 
@@ -207,7 +254,9 @@ class _Rollout:
                 for group in self._source.get_samples(args.over_sampling_batch_size or args.rollout_batch_size):
                     blank = copy.deepcopy(group)
                     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
-                        _mask_earlier(group)
+                        for sample in (sample for sample in group if sample.response_length):
+                            # Train on nothing that was sampled in an earlier rollout, by older weights.
+                            sample.loss_mask = np.zeros(sample.response_length, np.int32)
                     self._pending[asyncio.create_task(generate_group(self._context, group, self._params))] = blank
             done, _ = await asyncio.wait(self._pending, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -215,19 +264,14 @@ class _Rollout:
                 self._take(task.result(), blank)
 
     def _take(self, group: list[Sample], blank: list[Sample]) -> None:
-        path = self._context.filter_path
-        verdict = apply_filter(path, self._args, group)
-        is_needed = verdict.keep_when_insufficient and len(self._kept) + len(self._pending) < self._num_wanted
-        if verdict.keep or is_needed:
+        are_missing = len(self._kept) + len(self._pending) < self._num_wanted
+        if not self._filter.refuses(self._context, group, are_missing):
             self._kept.append(group)
             self._kept_blank.append(blank)
             if self._teacher is not None:
                 self._teacher.begin(group)
-        else:
-            self._dropped[verdict.reason or "filtered"] += 1
-            if self._keeps_refused:
-                self._refused.append(group)
-            check_filter_keeps(path, len(self._kept), self._dropped, self._num_wanted)
+        elif self._keeps_refused:
+            self._refused.append(group)
 
     def give_back_kept(self) -> None:
         """Hand the prompts of finished groups back: the rollout ends without them, and they come again."""
@@ -263,36 +307,17 @@ class _Rollout:
     def output(self, retries: dict[str, float]) -> RolloutFnTrainOutput:
         """Return the wanted groups, in the order of their samples, and the metrics."""
         kept_groups = sorted(self._kept, key=lambda group: group[0].index or 0)
-        surplus = kept_groups[self._num_wanted :]
+        dropped, surplus = self._filter.dropped, kept_groups[self._num_wanted :]
         if surplus:
-            self._dropped["surplus"] += len(surplus)
-        metrics: dict[str, float] = {f"rollout/dropped_{reason}": count for reason, count in self._dropped.items()}
+            dropped["surplus"] += len(surplus)
+        metrics: dict[str, float] = {f"rollout/dropped_{reason}": count for reason, count in dropped.items()}
         if self._args.partial_rollout:
             metrics["rollout/partial_samples"] = self._num_partial
         refused = [*surplus, *self._refused] if self._keeps_refused else []
         return RolloutFnTrainOutput(kept_groups[: self._num_wanted], metrics | retries, refused)
 
 
-def check_filter_keeps(path: str | None, num_kept: int, dropped: Counter[str], target: int) -> None:
-    """A filter that keeps next to nothing would never fill the rollout.
-
-    Raises ValueError, which names the filter and what it said.
-    """
-    num_dropped = sum(dropped.values())
-    if num_dropped >= MAX_DROPPED * target and num_kept * MAX_DROPPED < num_dropped:
-        raise ValueError(
-            f"--dynamic-sampling-filter-path {path}: it kept {num_kept} of {num_kept + num_dropped} groups, {target}"
-            f" are wanted; reasons: {dict(dropped)}"
-        )
-
-
-def _mask_earlier(group: list[Sample]) -> None:
-    """Train on nothing that was sampled in an earlier rollout, by older weights."""
-    for sample in group:
-        if sample.response_length:
-            sample.loss_mask = np.zeros(sample.response_length, np.int32)
-
-
+# ------------------------------------------------------------------------------------------------ an evaluation
 _prompts: dict[str, list[Sample]] = {}  # by everything that decides how the prompts of a set are read
 
 
@@ -328,7 +353,13 @@ async def _evaluate_set(args: Namespace, eval_set: EvalSet) -> EvalResult:
     set_args.group_rm = args.group_rm and eval_set.custom_rm_path is not None
     context, params = SampleContext.of_args(set_args), eval_sampling_params(sampling_params(args), eval_set)
     flag = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}"
-    samples = _samples_of(_prompts_of(args, eval_set, flag), eval_set)
+    samples: list[Sample] = []
+    for group, prompt in enumerate(_prompts_of(args, eval_set, flag)):
+        for _ in range(eval_set.n_samples_per_eval_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = group, len(samples)
+            sample.metadata.update(copy.deepcopy(eval_set.metadata_overrides))
+            samples.append(sample)
     groups = [sample.group_index for sample in samples]
     results = await asyncio.gather(*(generate_and_score(context, s, dict(params), evaluation=True) for s in samples))
     samples = []
@@ -351,32 +382,3 @@ def _prompts_of(args: Namespace, eval_set: EvalSet, flag: str) -> list[Sample]:
     if key not in _prompts:
         _prompts[key] = load_prompts(eval_set.path, load_tokenizer(args.hf_checkpoint), columns, flag).samples
     return _prompts[key]
-
-
-def _samples_of(prompts: list[Sample], eval_set: EvalSet) -> list[Sample]:
-    samples: list[Sample] = []
-    for group, prompt in enumerate(prompts):
-        for _ in range(eval_set.n_samples_per_eval_prompt):
-            sample = copy.deepcopy(prompt)
-            sample.group_index, sample.index = group, len(samples)
-            sample.metadata.update(copy.deepcopy(eval_set.metadata_overrides))
-            samples.append(sample)
-    return samples
-
-
-def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:
-    """Ask the dynamic sampling filter `path`, if there is one, about a finished group; a bare bool is accepted.
-
-    Raises HookError if it raised, or returned something else.
-    """
-    if path is None:
-        return DynamicFilterOutput(True)
-    verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
-    keep_images(group)
-    if isinstance(verdict, bool | np.bool_):
-        return DynamicFilterOutput(bool(verdict))
-    if not hasattr(verdict, "keep"):
-        problem = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
-        raise HookError(f"--dynamic-sampling-filter-path {path}: {problem}", group)
-    fallback = bool(getattr(verdict, "keep_when_insufficient", False))
-    return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)

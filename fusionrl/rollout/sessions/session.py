@@ -1,4 +1,13 @@
-"""A session: what one agent asks for one sample, recorded token by token."""
+"""A session: what one agent asks for one sample, recorded token by token, in segments.
+
+    request 1   system, user                                  segment 1 begins: its prompt is rendered
+    request 2   system, user, assistant 1, tool               segment 1 continues: the tool's text is appended, mask 0
+    request 3   system, a summary                             the agent rewrote its history: segment 2 begins
+    request 4   system, user, assistant 1, tool, assistant 2, user      segment 1 continues
+
+A segment becomes a sample. The tokens of its turns are those that were sampled: what the assistant says in a request is
+compared with what was recorded, and never tokenized.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +52,21 @@ from fusionrl.rollout.types import SESSION
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
+NO_ROOM = "leave no room for an answer"  # said of a full context
+# Words by which the client packages raise where a limit cut a turn: openai-agents, and two streams of openai.
+CUT = ("incomplete_details", "Didn't receive a `response.completed` event", "the length limit was reached")
+# Fields that a segment sets on its sample; the others come from the row and from the agent.
+_OF_SEGMENT = (
+    *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
+    *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "image_spans", "multimodal_inputs"),
+    "status",
+)
+_BY_FLAGS = (
+    "it is ignored, for tokens that are trained on are sampled by the run's flags (--rollout-temperature and its like)"
+)
+_told: set[str] = set()  # fields of requests of which the log has spoken
 FOLLOWS = ("user", "tool", "system")  # who may speak after the model and leave the conversation the same
 _GUARDED = ("user", "tool")  # who may have written special tokens that are not theirs to write
 
@@ -129,26 +153,22 @@ class Segments:
         One that is being answered is none: a second request at the same time has a history of its own.
         """
         messages = turn_request.messages
-        longest: Segment | None = None
-        for segment in self.all:
+
+        def is_continued(segment: Segment) -> bool:
             done = len(segment.messages)
-            goes_on = not segment.is_busy and len(messages) > done
-            goes_on = goes_on and segment.tools == turn_request.tools and segment.template == template
-            goes_on = goes_on and all(message["role"] in FOLLOWS for message in messages[done:])
-            if (
-                goes_on
-                and same(messages[:done], segment.messages)
-                and (longest is None or done > len(longest.messages))
-            ):
-                longest = segment
-        return longest
+            is_same = segment.tools == turn_request.tools and segment.template == template
+            follow = len(messages) > done and all(message["role"] in FOLLOWS for message in messages[done:])
+            return not segment.is_busy and is_same and follow and same(messages[:done], segment.messages)
+
+        return max(filter(is_continued, self.all), key=lambda segment: len(segment.messages), default=None)
 
     def added(self, segment: Segment, messages: Sequence[Message]) -> tuple[Expanded, str]:
         """Return the tokens of what is new in `messages`, from the end of the last turn to the next turn, and the text.
 
         Raises ValueError if the chat template cannot render it after a turn of the assistant.
         """
-        names = {call["id"]: _name(call) for call in objects(segment.messages[-1].get("tool_calls") or [], "")}
+        calls = objects(segment.messages[-1].get("tool_calls") or [], "")
+        names = {call["id"]: f["name"] for call in calls if isinstance(f := call["function"], dict)}
         said = messages[len(segment.messages) :]
         new = [self._guarded(message) for message in said]
         for message in new:
@@ -186,39 +206,18 @@ class Segments:
             return message
         content = message["content"]
         if isinstance(content, list):
-            return {**message, "content": [self._guarded_part(part) for part in content]}
+            parts = [
+                part | ({"text": spelled_out(self.tokenizer, str(part["text"]))} if "text" in part else {})
+                for part in content
+            ]
+            return {**message, "content": parts}
         return {**message, "content": spelled_out(self.tokenizer, str(content))}
-
-    def _guarded_part(self, part: Message) -> Message:
-        return {**part, "text": spelled_out(self.tokenizer, str(part["text"]))} if "text" in part else part
 
     def keep(self, segment: Segment) -> None:
         """Put a segment that was answered just now at the end."""
         if segment in self.all:
             self.all.remove(segment)
         self.all.append(segment)
-
-
-def _name(call: Mapping[str, object]) -> object:
-    function = call["function"]
-    return function["name"] if isinstance(function, dict) else "tool"
-
-
-logger = logging.getLogger(__name__)
-
-NO_ROOM = "leave no room for an answer"  # said of a full context
-# Words by which the client packages raise where a limit cut a turn: openai-agents, and two streams of openai.
-CUT = ("incomplete_details", "Didn't receive a `response.completed` event", "the length limit was reached")
-# Fields that a segment sets on its sample; the others come from the row and from the agent.
-_OF_SEGMENT = (
-    *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
-    *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "image_spans", "multimodal_inputs"),
-    "status",
-)
-_BY_FLAGS = (
-    "it is ignored, for tokens that are trained on are sampled by the run's flags (--rollout-temperature and its like)"
-)
-_told: set[str] = set()  # fields of requests of which the log has spoken
 
 
 class Session:
@@ -245,14 +244,10 @@ class Session:
         self.base_url = ""
         self.model = args.hf_checkpoint.rstrip("/").rpartition("/")[2]
         self.loop = asyncio.get_running_loop()
-        self.failure: Exception | None = None
-        """Why the engines gave no answer; None once they gave one again."""
-        self.lacks_room = False
-        """Whether the request before this moment was refused because the context was full."""
-        self.is_cut = False
-        """Whether a limit cut the turn that was answered last."""
-        self.is_aborted = False
-        """Whether the rollout has ended before the agent."""
+        self.failure: Exception | None = None  # why the engines gave no answer; None once they gave one again
+        self.lacks_room = False  # the last request was refused because the context was full
+        self.is_cut = False  # a limit cut the turn that was answered last
+        self.is_aborted = False  # the rollout has ended before the agent
         self._has_ended = False
         self._num_calls = 0
         self._tasks: set[asyncio.Task[object]] = set()
@@ -296,17 +291,18 @@ class Session:
                 added, text = segments.added(segment, turn_request.messages)
         except (ValueError, TypeError) as error:  # a TypeError: text that is not Unicode
             raise Refused(str(error)) from error
-        params = self._params_of(turn_request)
+        params = dict(self._params)
+        if turn_request.stop:
+            params["stop"] = [*(params.get("stop") or []), *turn_request.stop]
         self._check_room(segment, 0 if added is None else len(added.ids), params)
         # A copy: a client that hangs up leaves the segment as it was. Arrays are replaced, never written.
         sample = copy.copy(segment.sample)
         if added is not None:
             sample.append_response_tokens(tokens=added.ids, trainable=False, text=text)
             add_images(sample, added.spans)
-        num_prompt_tokens = sample.num_tokens
         segment.is_busy = True
         try:
-            reply, answer = await self._turn(turn_request, segment, sample, params, num_prompt_tokens)
+            reply, answer = await self._turn(turn_request, sample, params)
         finally:
             segment.is_busy = False
         segment.sample, segment.end_token = sample, end_of_turn(answer)
@@ -317,13 +313,9 @@ class Session:
         return reply
 
     async def _turn(
-        self,
-        turn_request: TurnRequest,
-        segment: Segment,
-        sample: Sample,
-        params: SamplingParams,
-        num_prompt_tokens: int,
+        self, turn_request: TurnRequest, sample: Sample, params: SamplingParams
     ) -> tuple[TurnReply, Generation]:
+        num_prompt_tokens = sample.num_tokens
         try:
             answer = await generate_turn(self._args, sample, params, longest=turn_request.longest)
             if answer is None and sample.status == Sample.Status.TRUNCATED:
@@ -345,12 +337,6 @@ class Session:
             raise Refused(f"{turn_request.constraints[0]}; --agent-free-sampling accepts it, and samples freely")
         names = tuple(constraint.partition(":")[0].partition(" ")[0] for constraint in turn_request.constraints)
         _tell_once(names, "by --agent-free-sampling the answer is sampled freely")
-
-    def _params_of(self, turn_request: TurnRequest) -> SamplingParams:
-        params = dict(self._params)
-        if turn_request.stop:
-            params["stop"] = [*(params.get("stop") or []), *turn_request.stop]
-        return params
 
     def _check_room(self, segment: Segment, num_added: int, params: SamplingParams) -> None:
         left = room(self._args, segment.sample, params)
@@ -386,9 +372,8 @@ class Session:
             if parsed and all(call.error is None and call.name and _is_json(call) for call in parsed):
                 text = rest
                 # Nine characters, as Mistral's templates demand.
-                calls = [
-                    Call(f"call{self._num_calls + i:05d}", call.name, call.arguments) for i, call in enumerate(parsed)
-                ]
+                numbered = enumerate(parsed, start=self._num_calls)
+                calls = [Call(f"call{number:05d}", call.name, call.arguments) for number, call in numbered]
                 self._num_calls += len(calls)
         return TurnReply(
             text=text,
