@@ -1,8 +1,7 @@
 """Local layers: without Transformer Engine, on a CPU or a GPU. Their spec, norms, projections and gated products.
 
-Megatron-core's own local spec has no norm for sequence parallelism, and an attention that `local_attention.py`
-replaces.
-Norms mark their weights for sequence parallelism. `silu(gate) * up` and `gelu(gate) * up` are one function of autograd
+Megatron-core's own local spec has no norm that marks its weights for sequence parallelism, and an attention that
+`local_attention.py` replaces. `silu(gate) * up` and `gelu(gate) * up` are one function of autograd
 each, which keeps its input alone and writes that input's gradient in place: autograd by itself keeps three tensors of
 an MLP's width. In torch that saves memory, and no time; on a CPU the wing's kernel saves time, too.
 """

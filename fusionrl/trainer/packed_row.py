@@ -104,27 +104,23 @@ def pack_row(
     keys  what tells apart prompts of the same tokens; none: nothing does
     """
     slicing, device = options.slicing, options.device
-    filling = _Filling(slicing.multiple)
     keys = keys or [b""] * len(sequences)
-    shares = options.shares_prompts and sharing_gain(sequences, prompts, keys) >= _least_gain(prompts, options)
-    if shares:
-        filling.fill_sharing(sequences, prompts, keys)
-    else:
-        filling.fill(sequences, options.whole_sequences)
-    tokens, positions, lengths = np.concatenate(filling.tokens), np.concatenate(filling.positions), filling.lengths
+    is_short = options.leaves_out_prompts and max(prompts, default=0) < LONG_PROMPT
+    least_gain = LEAST_GAIN_SHORT if is_short else LEAST_GAIN
+    shares = options.shares_prompts and sharing_gain(sequences, prompts, keys) >= least_gain
+    tokens, positions, rows, lengths = _fill(sequences, prompts, keys, options, shares)
     # The local spec reads the offsets in Python; on the device, every layer would wait for it.
     where = torch.device("cpu") if options.local_attention else device
     offsets = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32).to(where)
     held = zigzag_positions(lengths, slicing.cp_size, slicing.cp_rank)
     is_whole = options.local_attention and slicing.cp_size == 1
     shared = prompts or None if shares and options.leaves_out_prompts else None
-    buckets = tuple(plan_buckets(filling.rows, tokens.size, device, shared)) if is_whole else ()
-    is_short = max((row.size for row in filling.rows), default=0) <= LONGEST_ROW
+    buckets = tuple(plan_buckets(rows, tokens.size, device, shared)) if is_whole else ()
     table = None
-    if is_whole and is_short and torch.device(device).type == "cpu":
+    if is_whole and max(map(len, rows), default=0) <= LONGEST_ROW and torch.device(device).type == "cpu":
         from fusionrl.cpu.row_functions import plan_rows
 
-        table = plan_rows(filling.rows, tokens.size)
+        table = plan_rows(rows, tokens.size)
     # How long the table of rotary embeddings must be.
     longest = int(positions.max()) + 1 if shares else max(lengths)
     local = torch.full((tokens.size,), -1)
@@ -145,82 +141,78 @@ def pack_row(
             table=table,
             positions=torch.from_numpy(positions).to(device) if shares else None,
         ),
-        rows=filling.rows,
+        rows=rows,
         held=held,
         local=local,
     )
 
 
-def _least_gain(prompts: Sequence[int], options: BatchOptions) -> float:
-    is_short = options.leaves_out_prompts and max(prompts, default=0) < LONG_PROMPT
-    return LEAST_GAIN_SHORT if is_short else LEAST_GAIN
-
-
 def sharing_gain(sequences: Sequence[np.ndarray], prompts: Sequence[int], keys: Sequence[bytes] = ()) -> float:
     """Tokens that a model runs over where each sequence brings its prompt, divided by those with each prompt once."""
-    keys = keys or [b""] * len(sequences)
-    fed = [_fed(sequence, keeps_last=False) for sequence in sequences]
-    heads = [part[:prompt] for part, prompt in zip(fed, prompts, strict=True)]
-    once = {(head.tobytes(), key): head.size for head, key in zip(heads, keys, strict=True)}
-    saved = sum(head.size for head in heads) - sum(once.values())
-    total = sum(part.size for part in fed)
+    total, saved, known = 0, 0, set()
+    for sequence, prompt, key in zip(sequences, prompts, keys or [b""] * len(sequences), strict=True):
+        fed = _fed(sequence)
+        head = fed[:prompt]
+        total += fed.size
+        saved += head.size if (head.tobytes(), key) in known else 0
+        known.add((head.tobytes(), key))
     return total / (total - saved) if total else 1.0
 
 
-class _Filling:
-    """A row that is being filled, piece by piece; sequences are padded to a multiple of `multiple`."""
-
-    def __init__(self, multiple: int) -> None:
-        self.multiple = multiple
-        self.tokens: list[np.ndarray] = []
-        self.positions: list[np.ndarray] = []
-        self.rows: list[np.ndarray] = []
-        self.lengths: list[int] = []
-        self._size = 0
-
-    def fill(self, sequences: Sequence[np.ndarray], keeps_last: bool) -> None:
-        """Add each sequence with its own padding."""
-        for sequence in sequences or [np.zeros(2, np.int64)]:
-            fed = _fed(sequence, keeps_last)
-            self.rows.append(self._put(fed, 0, -(-fed.size // self.multiple) * self.multiple))
-        self._pad_nothing()
-
-    def fill_sharing(self, sequences: Sequence[np.ndarray], prompts: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Add each prompt once and the responses after it; the padding comes last."""
-        known: dict[tuple[bytes, bytes], np.ndarray] = {}
-        nothing = ([np.zeros(2, np.int64)], [1], [b""])
-        for sequence, prompt, more in zip(*((sequences, prompts, keys) if sequences else nothing), strict=True):
-            fed = _fed(sequence, keeps_last=False)
-            head, tail = fed[:prompt], fed[prompt:]
-            key = head.tobytes(), more
-            if key not in known:
-                known[key] = self._put(head, 0, head.size)
-            self.rows.append(np.concatenate([known[key], self._put(tail, prompt, tail.size)]))
-        self._pad_nothing()
-        if self._size % self.multiple:
-            self._put(np.zeros(0, np.int64), 0, self.multiple - self._size % self.multiple)
-        self.lengths = [self._size]
-
-    def _pad_nothing(self) -> None:
-        """A row of samples that failed before they had a token: a model runs over one token at least."""
-        if not self._size:
-            self._put(np.zeros(0, np.int64), 0, self.multiple)
-
-    def _put(self, tokens: np.ndarray, first_position: int, length: int) -> np.ndarray:
-        """Add a piece of `length` that begins with `tokens`; return where these stand."""
-        piece = np.zeros(length, dtype=np.int64)
-        piece[: tokens.size] = tokens
-        self.tokens.append(piece)
-        self.positions.append(first_position + np.arange(length))
-        self.lengths.append(length)
-        self._size += length
-        return self._size - length + np.arange(tokens.size)
+def _fed(sequence: np.ndarray) -> np.ndarray:
+    """Return a sequence without its last token, which predicts nothing."""
+    return sequence[: max(sequence.size - 1, 1)]
 
 
-def _fed(sequence: np.ndarray, keeps_last: bool) -> np.ndarray:
-    return sequence if keeps_last else sequence[: max(sequence.size - 1, 1)]
+def _fill(
+    sequences: Sequence[np.ndarray],
+    prompts: Sequence[int],
+    keys: Sequence[bytes],
+    options: BatchOptions,
+    shares: bool,
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], list[int]]:
+    """Lay sequences out: each with its own padding, or with `shares` each prompt once, and the padding last.
+
+    Returns the row's tokens and positions, where the tokens of each sequence are, and the lengths of padded sequences.
+    """
+    multiple, nothing = options.slicing.multiple, np.zeros(0, np.int64)
+    pieces: list[tuple[np.ndarray, int, int]] = []  # tokens, the position of the first, length with padding
+    rows: list[np.ndarray] = []
+    size = 0
+
+    def put(tokens: np.ndarray, first_position: int, length: int) -> np.ndarray:
+        """Add a piece; return where its tokens stand."""
+        nonlocal size
+        pieces.append((tokens, first_position, length))
+        size += length
+        return size - length + np.arange(tokens.size)
+
+    known: dict[tuple[bytes, bytes], np.ndarray] = {}
+    if not sequences:
+        sequences, prompts, keys = [np.zeros(2, np.int64)], [1], [b""]
+    for sequence, prompt, more in zip(sequences, prompts, keys, strict=True):
+        fed = sequence if options.whole_sequences else _fed(sequence)
+        if not shares:
+            rows.append(put(fed, 0, -(-fed.size // multiple) * multiple))
+            continue
+        head, tail = fed[:prompt], fed[prompt:]
+        key = head.tobytes(), more
+        if key not in known:
+            known[key] = put(head, 0, head.size)
+        rows.append(np.concatenate([known[key], put(tail, prompt, tail.size)]))
+    if not size:  # of samples that failed before they had a token: a model runs over one token at least
+        put(nothing, 0, multiple)
+    if shares and size % multiple:
+        put(nothing, 0, multiple - size % multiple)
+    row, positions, start = np.zeros(size, np.int64), np.zeros(size, np.int64), 0
+    for tokens, first_position, length in pieces:
+        row[start : start + tokens.size] = tokens
+        positions[start : start + length] = first_position + np.arange(length)
+        start += length
+    return row, positions, rows, [size] if shares else [length for _, _, length in pieces]
 
 
+# ------------------------------------------------------------------------------------------------ attention calls
 # Sequences up to this length share one padded attention call however much they differ: the call costs more.
 SHORT_SEQUENCE = 64
 # A prompt is left out of siblings' queries where it is at least as long, and as long as their own tokens. Below, the
@@ -275,12 +267,13 @@ def plan_buckets(
     num_tokens, device  of the packed row, and of the indices
     prompts             how many tokens at its begin each row may share with others; None: none
     """
-    planner = _Planner(rows, num_tokens, device)
+    claimed = np.zeros(num_tokens, dtype=bool)  # tokens that are outputs of an earlier bucket
     unshared, families = _families(rows, prompts)
     parts = [(group, 0) for group in _by_length(unshared, [row.size for row in rows])]
     for prompt, members in families:
         parts += [(group, prompt) for group in _by_length(members, [row.size - prompt for row in rows])]
-    return [planner.bucket(sorted(group), prompt, is_alone=len(parts) == 1) for group, prompt in parts]
+    is_alone = len(parts) == 1
+    return [_bucket([rows[i] for i in sorted(group)], prompt, claimed, device, is_alone) for group, prompt in parts]
 
 
 def _families(
@@ -318,54 +311,52 @@ def _by_length(chosen: list[int], sizes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-class _Planner:
-    """Makes buckets one after the other; each packed token is the output of the first bucket that has it."""
+def _bucket(
+    rows: Sequence[np.ndarray], prompt: int, claimed: np.ndarray, device: torch.device | str, is_alone: bool
+) -> Bucket:
+    """Make the bucket of these rows, of which `prompt` tokens do not ask. Its outputs are then claimed."""
+    asking = [row[prompt:] for row in rows]
+    length = max(row.size for row in asking)
+    sources, cells = np.concatenate(asking), _cells(asking, length)
+    targets, first = np.unique(sources, return_index=True)
+    new = ~claimed[targets]
+    targets, outputs = targets[new], cells[first[new]]
+    claimed[targets] = True
+    is_everything = is_alone and targets.size == claimed.size
+    queries = _places(asking, length, device, is_everything)
+    mask = None
+    if prompt:
+        mask = torch.ones(length, prompt + length, dtype=torch.bool, device=device).tril_(prompt)
+    return Bucket(
+        count=len(rows),
+        rows=_places(rows, prompt + length, device, is_everything) if prompt else queries,
+        queries=queries,
+        mask=mask,
+        outputs=_index(outputs, device, np.array_equal(outputs, np.arange(len(rows) * length))),
+        targets=_index(targets, device, is_everything),
+    )
 
-    def __init__(self, rows: Sequence[np.ndarray], num_tokens: int, device: torch.device | str) -> None:
-        self.rows, self.num_tokens, self.device = rows, num_tokens, device
-        self._claimed = np.zeros(num_tokens, dtype=bool)
 
-    def bucket(self, chosen: list[int], prompt: int, is_alone: bool) -> Bucket:
-        """Make the bucket of these rows, of which `prompt` tokens do not ask."""
-        rows = [self.rows[i] for i in chosen]
-        asking = [row[prompt:] for row in rows]
-        length = max(row.size for row in asking)
-        sources, cells = np.concatenate(asking), _cells(asking, length)
-        targets, first = np.unique(sources, return_index=True)
-        new = ~self._claimed[targets]
-        targets, outputs = targets[new], cells[first[new]]
-        self._claimed[targets] = True
-        is_everything = is_alone and targets.size == self.num_tokens
-        queries = self._places(asking, length, is_everything)
-        mask = None
-        if prompt:
-            mask = torch.ones(length, prompt + length, dtype=torch.bool, device=self.device).tril_(prompt)
-        return Bucket(
-            count=len(rows),
-            rows=self._places(rows, prompt + length, is_everything) if prompt else queries,
-            queries=queries,
-            mask=mask,
-            outputs=self._index(outputs, np.array_equal(outputs, np.arange(len(rows) * length))),
-            targets=self._index(targets, is_everything),
-        )
+def _places(rows: Sequence[np.ndarray], length: int, device: torch.device | str, is_everything: bool) -> Places:
+    """Return where the tokens of rows stand; `is_everything`: they are the packed row."""
+    sources, cells = np.concatenate(rows), _cells(rows, length)
+    return Places(
+        length=length,
+        sources=_index(sources, device, is_everything and np.array_equal(sources, np.arange(sources.size))),
+        cells=_index(cells, device, cells.size == len(rows) * length),
+    )
 
-    def _places(self, rows: Sequence[np.ndarray], length: int, is_everything: bool) -> Places:
-        sources, cells = np.concatenate(rows), _cells(rows, length)
-        return Places(
-            length=length,
-            sources=self._index(sources, is_everything and np.array_equal(sources, np.arange(self.num_tokens))),
-            cells=self._index(cells, cells.size == len(rows) * length),
-        )
 
-    def _index(self, values: np.ndarray, is_identity: bool) -> Tensor | None:
-        return None if is_identity else torch.from_numpy(values).to(self.device)
+def _index(values: np.ndarray, device: torch.device | str, is_identity: bool) -> Tensor | None:
+    return None if is_identity else torch.from_numpy(values).to(device)
 
 
 def _cells(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
     return np.concatenate([index * length + np.arange(row.size) for index, row in enumerate(rows)])
 
 
-# ---- context parallelism: each rank holds two pieces of every sequence
+# ------------------------------------------------------------------------------------------------ context parallelism
+# Each rank holds two pieces of every sequence
 def zigzag_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
     """Positions in the packed sequence that `cp_rank` holds, in its local order.
 

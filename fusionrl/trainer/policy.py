@@ -67,9 +67,8 @@ class AdapterTrainer(PushSource):
         return facts
 
     def take_adapter(self, name: str | None) -> None:
-        """Bring an adapter into the model; None: it is there."""
-        if self.adapter_states is None or name is None:
-            return
+        """Bring one of several adapters into the model."""
+        assert self.adapter_states is not None and name is not None
         self.adapter_states.switch(name)
         progress = self.adapter_states.progress
         self.counters, self._skips = progress.counters, progress.skips
@@ -80,13 +79,12 @@ class AdapterTrainer(PushSource):
         return nullcontext() if states is None or name is None else states.lent(name)
 
     def metrics_by_adapter(self, learned: Mapping[str | None, Learned]) -> dict[str, float]:
-        """Return adapter/<name>/… of what each adapter learned; nothing with one."""
+        """Return adapter/<name>/… of what each of several adapters learned."""
         metrics: dict[str, float] = {}
         for name, part in learned.items():
-            if name is not None:
-                own = self.metrics_of([part])
-                metrics |= {f"adapter/{name}/{metric}": own[f"train/{metric}"] for metric in REPORTED}
-                metrics[f"adapter/{name}/optimizer_steps"] = float(len(part.reports))
+            own = self.metrics_of([part])
+            metrics |= {f"adapter/{name}/{metric}": own[f"train/{metric}"] for metric in REPORTED}
+            metrics[f"adapter/{name}/optimizer_steps"] = float(len(part.reports))
         return metrics
 
     # ------------------------------------------------------------------------------------------- checkpoints
@@ -197,16 +195,16 @@ class PolicyTrainer(AdapterTrainer):
     @property
     def stepping(self) -> Stepping:
         """As of `TrainerBase`, with a user's functions in the loss, or in its place."""
-        from fusionrl.trainer.loss_hooks import REDUCER, TIS, CustomLoss, LossHooks
+        config, hooks, stepping = self.config, self.hooks, super().stepping
+        if config.algorithm.custom_tis_function_path or config.algorithm.custom_pg_loss_reducer_function_path:
+            from fusionrl.trainer.loss_hooks import LossHooks
 
-        config, args = self.config, self.hooks.args
-        has_hooks = bool(getattr(config.algorithm, TIS) or getattr(config.algorithm, REDUCER))
-        is_custom = config.run.mode == "rl" and config.algorithm.loss_type == "custom_loss"
-        return replace(
-            super().stepping,
-            custom=partial(CustomLoss, config, args, self.shape.vocab_size) if is_custom else None,
-            loss_hooks=LossHooks(config, args()) if has_hooks else None,
-        )
+            stepping = replace(stepping, loss_hooks=LossHooks(config, hooks.args()))
+        if config.run.mode == "rl" and config.algorithm.loss_type == "custom_loss":
+            from fusionrl.trainer.loss_hooks import CustomLoss
+
+            stepping = replace(stepping, custom=partial(CustomLoss, config, hooks.args, self.shape.vocab_size))
+        return stepping
 
     def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
         """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
@@ -223,13 +221,16 @@ class PolicyTrainer(AdapterTrainer):
         with phase("train", step=rollout_id + 1):
             for source in sources:
                 with self._pulled(rollout_id, source, columns) as pulled:
-                    self.take_adapter(pulled.adapter)
+                    if self.adapter_states is not None:
+                        self.take_adapter(pulled.adapter)
                     learned[pulled.adapter] = self.take_steps(rollout_id, self._prepare(rollout_id, pulled))
                 self.trained.is_amid = len(learned) < len(sources)
         self._samples = rollout_id, {k: v for part in learned.values() for k, v in part.samples.items()}
-        if self.adapter_states is not None:
-            self.adapter_states.note(rollout_id)
-        return self.metrics_of(list(learned.values())) | self.metrics_by_adapter(learned)
+        metrics = self.metrics_of(list(learned.values()))
+        if self.adapter_states is None:
+            return metrics
+        self.adapter_states.note(rollout_id)
+        return metrics | self.metrics_by_adapter(learned)
 
     def score_ahead(self, rollout_id: int, shard: ShardSource) -> None:
         """Compute the log-probs that the `prepare` or `train` that follows needs, which do not need its columns.
@@ -272,7 +273,6 @@ class PolicyTrainer(AdapterTrainer):
 
     def _score(self, rollout_id: int, shard: TrainShard) -> Prepared:
         """The stage score, or what `score_ahead` made of this rollout, with the shard's columns."""
-        from fusionrl.trainer.routing import check_rollout_routing
         from fusionrl.trainer.score import needed_log_probs, score
 
         earlier, self._scored = self._scored, None
@@ -280,6 +280,8 @@ class PolicyTrainer(AdapterTrainer):
             shard.fields = earlier[1].shard.fields | shard.fields
             return replace(earlier[1], shard=shard)
         if self.config.algorithm.use_rollout_routing_replay:
+            from fusionrl.trainer.routing import check_rollout_routing
+
             check_rollout_routing(shard, self.shape)
         policy, records = needed_log_probs(self.config, self.loss, len(shard.steps))
         return score(shard, self.scorer, self.hooks, policy=policy, records=records)

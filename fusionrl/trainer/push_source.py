@@ -37,8 +37,29 @@ class PushSource(TrainerBase):
     @phase("prepare push")
     def prepare_push(self, targets: Sequence[EngineTarget], transport: str) -> None:
         """Do the part of a push that does not need paused engines."""
+        import torch.distributed as dist
+
+        from fusionrl.engines.engine import node_id
+        from fusionrl.models.trainable import frozen_names, targeted_names
+        from fusionrl.weights.send import WeightSender
+
         if self._sender is None:
-            self._sender = self._make_sender()
+            frozen = frozen_names(self.shape, self.frozen)
+            if (spec := self._merged) is not None:
+                frozen -= targeted_names(self.shape, spec)
+            self._sender = WeightSender(
+                rank=self.rank,
+                device=self.plan.device,
+                backend=self.plan.backend,
+                host=self.host,
+                exporter=self._exporter(),
+                buffer_size=self.config.weights.update_weight_buffer_size,
+                timeout_s=self.config.weights.update_weight_timeout_s,
+                node_id=node_id(),
+                object_group=dist.new_group(backend="gloo"),
+                # The contents of weights that an engine has given away are undefined until they are pushed.
+                frozen=frozenset() if self.plan.engines_give_memory else frozen,
+            )
         self._sender.prepare(targets, transport)
 
     def push_weights(
@@ -137,30 +158,6 @@ class PushSource(TrainerBase):
             quantization=self.plan.quantization,
             merged=self._merged,
             merge_sums=self._merge_sums,
-        )
-
-    def _make_sender(self) -> WeightSender:
-        import torch.distributed as dist
-
-        from fusionrl.engines.engine import node_id
-        from fusionrl.models.trainable import frozen_names, targeted_names
-        from fusionrl.weights.send import WeightSender
-
-        frozen = frozen_names(self.shape, self.frozen)
-        if (spec := self._merged) is not None:
-            frozen -= targeted_names(self.shape, spec)
-        return WeightSender(
-            rank=self.rank,
-            device=self.plan.device,
-            backend=self.plan.backend,
-            host=self.host,
-            exporter=self._exporter(),
-            buffer_size=self.config.weights.update_weight_buffer_size,
-            timeout_s=self.config.weights.update_weight_timeout_s,
-            node_id=node_id(),
-            object_group=dist.new_group(backend="gloo"),
-            # The contents of weights that an engine has given away are undefined until they are pushed.
-            frozen=frozenset() if self.plan.engines_give_memory else frozen,
         )
 
     def _disk_writer(self) -> DiskWriter:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
@@ -108,8 +107,10 @@ def take_steps(prepared: Prepared, stepping: Stepping, rollout_id: int) -> tuple
     """
     shard, experts, fields = prepared.shard, prepared.experts, prepared.shard.fields
     trained, options = stepping.model.trained, stepping.model.options
-    sees_tokens = stepping.loss.mode == "rl" and stepping.custom is None
-    scores = _TokenScores(shard.response_lengths, options.device) if sees_tokens else None
+    scores: torch.Tensor | None = None
+    if stepping.loss.mode == "rl" and stepping.custom is None:
+        # Log-probs and entropies as the losses saw them, and whether a token has them, which stay on the device.
+        scores = torch.zeros(3, int(shard.response_lengths.sum()), device=options.device)
     reports: list[StepReport] = []
     for index, step in enumerate(shard.steps):
         # By the weights after the step before: a loss may have to know a whole step before any of its tokens.
@@ -132,7 +133,7 @@ def take_steps(prepared: Prepared, stepping: Stepping, rollout_id: int) -> tuple
             report, parts = train_step(trained, batches, loss, options.device)
         bad = {sample for part in parts for sample in part.bad_samples()} if report.numbers["skipped"] else set()
         if scores is not None:
-            scores.add(parts)
+            _keep_scores(scores, shard.response_lengths, parts)
         del batches, parts  # or the micro-batches would stay on the device while the next ones are packed
         stepping.skips.see(rollout_id, index, report, [int(fields["sample_index"][i]) for i in sorted(bad)])
         report.numbers.update(
@@ -142,40 +143,27 @@ def take_steps(prepared: Prepared, stepping: Stepping, rollout_id: int) -> tuple
             **ahead,
         )
         reports.append(report)
-    return reports, None if scores is None else scores.flat()
+    if scores is None:
+        return reports, None
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:  # each token is on one of its ranks
+        dist.all_reduce(scores, group=group)
+    values = scores.cpu().numpy()
+    return reports, np.where(values[2] > 0, values[:2], np.nan)
 
 
-class _TokenScores:
-    """[2, response tokens] log-probs and entropies of a rank's shard as the losses of its steps saw them.
-
-    They stay on the device until `flat`, which is asked once a rollout.
-    """
-
-    def __init__(self, response_lengths: np.ndarray, device: torch.device) -> None:
-        self._ends = np.cumsum(response_lengths)
-        self._starts = self._ends - response_lengths
-        # The third row says whether a token has values: each is on one context-parallel rank.
-        self._values = torch.zeros(3, int(response_lengths.sum()), device=device)
-
-    def add(self, parts: Iterable[LossSums]) -> None:
-        """Add the micro-batches of an optimizer step; none but on the last pipeline stage."""
-        for part in parts:
-            if part.scores is None or part.batch is None or not part.batch.samples:
-                continue
-            # Places of the micro-batch's response tokens in the shard, one sample after the other.
-            stretches = [np.arange(self._starts[sample], self._ends[sample]) for sample in part.batch.samples]
-            places = torch.from_numpy(np.concatenate(stretches)).to(self._values.device)
-            chosen = places[part.batch.responses.to(places.device)]
-            self._values[:2, chosen] = part.scores[:2].to(self._values.dtype)
-            self._values[2, chosen] = 1.0
-
-    def flat(self) -> np.ndarray:
-        """The values, NaN where a token has none. A collective of the context-parallel ranks."""
-        group = parallel_state.get_context_parallel_group()
-        if group.size() > 1:
-            dist.all_reduce(self._values, group=group)
-        values = self._values.cpu().numpy()
-        return np.where(values[2] > 0, values[:2], np.nan)
+def _keep_scores(scores: torch.Tensor, response_lengths: np.ndarray, parts: Iterable[LossSums]) -> None:
+    """Put what the losses of an optimizer step saw into [3, response tokens]; only the last pipeline stage saw any."""
+    ends = np.cumsum(response_lengths)
+    for part in parts:
+        if part.scores is None or part.batch is None or not part.batch.samples:
+            continue
+        # Places of the micro-batch's response tokens in the shard, one sample after the other.
+        stretches = [np.arange(ends[sample] - response_lengths[sample], ends[sample]) for sample in part.batch.samples]
+        places = torch.from_numpy(np.concatenate(stretches)).to(scores.device)
+        chosen = places[part.batch.responses.to(places.device)]
+        scores[:2, chosen] = part.scores[:2].to(scores.dtype)
+        scores[2, chosen] = 1.0
 
 
 class SkipWatch:
@@ -194,7 +182,14 @@ class SkipWatch:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        reason = _reason(report, sorted({sample for samples in gathered(bad) for sample in samples}))
+        if samples := sorted({sample for samples in gathered(bad) for sample in samples}):
+            more = f" and {len(samples) - 10} more" if len(samples) > 10 else ""
+            listing = ", ".join(map(str, samples[:10])) + more
+            reason = f"the loss of sample{'s' * (len(samples) > 1)} {listing} is not finite"
+        elif not math.isfinite(report.sums["loss"]):
+            reason = "the loss is not finite"
+        else:
+            reason = f"the loss is finite, the gradient is not (norm {report.numbers['grad_norm']})"
         message = f"step {rollout_id + 1}, optimizer step {index + 1} of this rollout: skipped, {reason}"
         if self._in_a_row >= self.max_in_a_row:
             raise FloatingPointError(
@@ -203,15 +198,6 @@ class SkipWatch:
             )
         if self.rank == 0:
             logger.warning("%s", message)
-
-
-def _reason(report: StepReport, samples: list[int]) -> str:
-    if samples:
-        listing = ", ".join(map(str, samples[:10])) + (f" and {len(samples) - 10} more" if len(samples) > 10 else "")
-        return f"the loss of sample{'s' * (len(samples) > 1)} {listing} is not finite"
-    if not math.isfinite(report.sums["loss"]):
-        return "the loss is not finite"
-    return f"the loss is finite, the gradient is not (norm {report.numbers['grad_norm']})"
 
 
 def check_staleness(shard: TrainShard, step: TrainStep, rollout_id: int, knobs: Knobs) -> None:
@@ -243,8 +229,7 @@ def check_staleness(shard: TrainShard, step: TrainStep, rollout_id: int, knobs: 
             raise error
 
 
-_LARGEST = "maxima"
-_KINDS = ("sums", "token_sums", "sequence_sums", _LARGEST)
+_KINDS = ("sums", "token_sums", "sequence_sums", "maxima")
 
 
 def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = True) -> StepReport:
@@ -258,31 +243,24 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
         names = sorted({(kind, name) for part in parts for kind in _KINDS for name in getattr(part, kind)})
         if not same_names:
             names = sorted({name for reported in gathered(names, group) for name in reported})
-        added, largest = (
-            [name for name in names if (name[0] == _LARGEST) is is_maximum] for is_maximum in (False, True)
-        )
-        values = torch.zeros(len(added), dtype=torch.float64, device=device)
-        maxima = torch.zeros(len(largest), dtype=torch.float64, device=device)
-        for part in parts:
-            values += _stacked(part, added, values)
-            maxima = torch.maximum(maxima, _stacked(part, largest, maxima))
-        if group.size() > 1:
-            dist.all_reduce(values, group=group)
-            if largest:
-                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        total = dict(zip([*added, *largest], [*values.tolist(), *maxima.tolist()], strict=True))
-        reports = [StepReport(**{kind: {n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS})]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        report = StepReport({}, {})
+        for is_maximum, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+            chosen = [name for name in names if (name[0] == "maxima") is is_maximum]
+            values = zero.new_zeros(len(chosen))
+            for part in parts if chosen else ():
+                more = torch.stack([getattr(part, kind).get(name, zero) for kind, name in chosen])
+                values = torch.maximum(values, more) if is_maximum else values + more
+            if group.size() > 1 and (chosen or not is_maximum):
+                dist.all_reduce(values, op=operation, group=group)
+            for (kind, name), value in zip(chosen, values.tolist(), strict=True):
+                getattr(report, kind)[name] = value
+        reports = [report]
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast_object_list(reports, src=last, group=group, device=device)
     return reports[0]
-
-
-def _stacked(part: LossSums, names: list[tuple[str, str]], like: Tensor) -> Tensor:
-    """Values of `names` [len(names)], 0 where the part has none."""
-    values = [getattr(part, kind).get(name, like.new_zeros(())) for kind, name in names]
-    return torch.stack(values) if values else like
 
 
 @dataclass(frozen=True)
@@ -299,12 +277,6 @@ class StepLoss:
     compare: bool = False
     custom: CustomLoss | None = None
     hooks: LossHooks | None = None
-
-    @property
-    def names_may_differ(self) -> bool:
-        """Return whether ranks may report different metrics: a user's function decides by what it sees."""
-        has_own_loss = self.options.custom_policy_loss_path is not None
-        return self.custom is not None or self.hooks is not None or has_own_loss
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
         """Return the micro-batch's loss; a HookError gets the samples of the micro-batch."""
@@ -343,7 +315,9 @@ def train_step(
     trained.optimizer.zero_grad()
     parts = run_forward(trained, batches, loss, forward_only=False, logits=loss.custom is not None)
     with span("sums over ranks"):
-        report = reduce_sums(parts, device, same_names=not loss.names_may_differ)
+        # A user's function decides by what it sees which metrics it reports, on each rank.
+        users = loss.custom, loss.hooks, loss.options.custom_policy_loss_path
+        report = reduce_sums(parts, device, same_names=users == (None, None, None))
     lr = float(trained.optimizer.param_groups[0]["lr"])
     with span("optimizer"):
         found_inf = trained.optimizer.prepare_grads()
@@ -353,25 +327,16 @@ def train_step(
         if finite and norm > 0 and trained.watch is not None:
             trained.watch.look(trained.chunks)
         if finite:
-            _clip(trained.optimizer, norm)
+            for inner in trained.optimizer.chained_optimizers:
+                limit, is_stub = inner.config.clip_grad, getattr(inner, "is_stub_optimizer", False)
+                if limit > 0 and not is_stub and (parameters := inner.get_parameters()):
+                    decoupled = inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    clip_grad_by_total_norm_fp32(parameters, limit, norm, use_decoupled_grad=decoupled)
             trained.is_amid = True
             trained.optimizer.step_with_ready_grads()
             trained.scheduler.step(1)
     report.numbers.update({"lr": lr, "grad_norm": norm, "skipped": 0.0 if finite else 1.0})
     return report, parts
-
-
-def _clip(optimizer: ChainedOptimizer, norm: float) -> None:
-    for inner in optimizer.chained_optimizers:
-        limit = inner.config.clip_grad
-        parameters = [] if getattr(inner, "is_stub_optimizer", False) else inner.get_parameters()
-        if limit > 0 and parameters:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                max_norm=limit,
-                total_norm=norm,
-                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
 
 
 @torch.no_grad()

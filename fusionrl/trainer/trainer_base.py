@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fusionrl.trainer.steps import SkipWatch, Stepping
 
 MAX_NAMED = 16  # samples in a message
+_MAX_MEMORY_EVENTS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,13 @@ class Learned:
     metrics: dict[str, float]
     samples: SampleColumns
 
-    @property
-    def num_tokens(self) -> float:
-        """Tokens that were trained on."""
-        return sum(report.numbers["num_tokens"] for report in self.reports)
 
-
-def _pooled(parts: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]:
+def _pooled(parts: Sequence[Learned]) -> dict[str, float]:
     """Return means over the tokens of several shards, and sums of the numbers of tokens that were left out."""
     pooled: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics, _ in parts for name in metrics):
-        values = [(metrics[name], num_tokens) for metrics, num_tokens in parts if name in metrics]
+    counts = [sum(report.numbers["num_tokens"] for report in part.reports) for part in parts]
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        values = [(part.metrics[name], n) for part, n in zip(parts, counts, strict=True) if name in part.metrics]
         if name.endswith("_excluded"):
             pooled[name] = sum(value for value, _ in values)
         else:
@@ -64,17 +62,13 @@ def _pooled(parts: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]
 class TrainerBase(ModelRank):
     """A rank that scores and trains."""
 
-    _skips: SkipWatch
-
-    def setup(self, master_addr: str, master_port: int) -> SetupFacts:
-        """As of `ModelRank`."""
-        facts = super().setup(master_addr, master_port)
+    @cached_property
+    def _skips(self) -> SkipWatch:
         from fusionrl.trainer.steps import SkipWatch
 
-        self._skips = SkipWatch(self.config.train.max_skipped_steps, self.rank)
-        return facts
+        return SkipWatch(self.config.train.max_skipped_steps, self.rank)
 
-    @property
+    @cached_property
     def loss(self) -> LossOptions:
         """The loss of this role."""
         from fusionrl.trainer.loss import LossOptions
@@ -100,8 +94,15 @@ class TrainerBase(ModelRank):
         """The model, the loss and the hooks of this role's optimizer steps."""
         from fusionrl.trainer.steps import Stepping
 
-        num_before, knobs = self.counters["optimizer_steps"] + self.counters["skipped"], self.trainer_plan.knobs
-        return Stepping(self.config, self.scorer, self.loss, self.hooks, self._skips, num_before, knobs=knobs)
+        return Stepping(
+            config=self.config,
+            model=self.scorer,
+            loss=self.loss,
+            hooks=self.hooks,
+            skips=self._skips,
+            num_before=self.counters["optimizer_steps"] + self.counters["skipped"],
+            knobs=self.trainer_plan.knobs,
+        )
 
     def lent_adapter(self, name: str | None) -> AbstractContextManager[None]:
         """Within it the model computes with this one of several adapters, for a forward pass or an export."""
@@ -155,32 +156,24 @@ class TrainerBase(ModelRank):
         finally:
             forget_images(self.trained)
 
-    def learn(self, rollout_id: int, prepared: Prepared) -> tuple[dict[str, float], SampleColumns]:
-        """Train on a prepared shard: the stages pack and steps.
-
-        Returns the metrics of the rollout, the same on every rank, and values of this rank's single samples.
-        """
-        learned = self.take_steps(rollout_id, prepared)
-        return self.metrics_of([learned]), learned.samples
-
     def metrics_of(self, parts: Sequence[Learned]) -> dict[str, float]:
         """Return the metrics of a rollout, pooled over the adapters that learned from it."""
         from fusionrl.trainer.step_report import pooled_metrics
 
         # With the engine's log-probs as the old ones, the first step's ratios are not 1.
-        first_is_old = not self.stepping.loss.use_rollout_log_probs
+        first_is_old = not self.loss.use_rollout_log_probs
         reports = [report for part in parts for report in part.reports]
         firsts = list(itertools.accumulate((len(part.reports) for part in parts[:-1]), initial=0))
         metrics = pooled_metrics(reports, first_is_old, firsts)
-        metrics |= parts[0].metrics if len(parts) == 1 else _pooled([(p.metrics, p.num_tokens) for p in parts])
+        metrics |= parts[0].metrics if len(parts) == 1 else _pooled(parts)
         return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}
 
     def take_steps(self, rollout_id: int, prepared: Prepared) -> Learned:
-        """Take the optimizer steps of a prepared shard."""
+        """Train on a prepared shard: the stages pack and steps."""
         from fusionrl.trainer.steps import take_steps
 
-        counters, stepping = self.counters, self.stepping
-        reports, token_scores = take_steps(prepared, stepping, rollout_id)
+        counters = self.counters
+        reports, token_scores = take_steps(prepared, self.stepping, rollout_id)
         num_skipped = sum(int(report.numbers["skipped"]) for report in reports)
         counters["skipped"] += num_skipped
         counters["optimizer_steps"] += len(reports) - num_skipped
@@ -188,14 +181,75 @@ class TrainerBase(ModelRank):
         self.trained.is_amid = False
         samples: SampleColumns = {}
         at = self.layout.coordinates(self.rank)
-        if stepping.loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
+        if self.loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
             samples = sample_columns(prepared.shard, token_scores)
             if self.config.run.save_token_values:
                 add_token_values(samples, prepared.shard, token_scores)
         return Learned(reports, prepared.metrics, samples)
 
 
-_MAX_MEMORY_EVENTS = 1_000_000
+class CriticTrainer(TrainerBase):
+    """A rank of the critic, whose value head in place of the output layer is zeros where the checkpoint has none."""
+
+    role: ClassVar[Role | None] = "critic"
+
+    def read_shape(self) -> ModelShape:
+        """The shape of --critic-load, with a value head."""
+        return super().read_shape().with_value_head()
+
+    @phase("values")
+    def values(self, shard: ShardSource) -> Handed:
+        """Return the column values: the value before each response token of this rank's shard that is trained on."""
+        from fusionrl.trainer.score import score_samples
+
+        self.reload()
+        pulled = pull(shard)
+        pulled.fields["values"] = score_samples(pulled, self.scorer).flat
+        return {}, columns_of(pulled, ("values",))
+
+    def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
+        """Learn the returns of this rank's shard: as of `PolicyTrainer`, with `critic/…` metrics.
+
+        `columns`: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
+        """
+
+        with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
+            return self.metrics_of([self.take_steps(rollout_id, Prepared(pulled))])
+
+
+class ProcessRewardTrainer(TrainerBase):
+    """A rank of the process reward model, which is measured against the weights that it starts with."""
+
+    role: ClassVar[Role | None] = "prm"
+
+    def setup(self, master_addr: str, master_port: int) -> SetupFacts:
+        """Set up the model, and keep its weights."""
+        facts = super().setup(master_addr, master_port)
+        self.keep_weights("ref")
+        return facts
+
+    @phase("process rewards")
+    def process_rewards(self, rollout_id: int, shard: ShardSource) -> Handed:
+        """Train on the outcomes of this rank's shard, and then reward each token that is trained on.
+
+        The outcome is 1 where the raw reward is above 0, else 0. Returns `prm/…` metrics over all ranks, the same on
+        every rank; and the column process_rewards.
+        """
+        import numpy as np
+        import torch
+
+        from fusionrl.algorithms.token_advantages import implicit_rewards
+        from fusionrl.trainer.score import score_samples
+
+        with self._pulled(rollout_id, shard) as pulled:
+            fields, scorer = pulled.fields, self.scorer
+            fields["outcomes"] = np.repeat((fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
+            fields["ref_log_probs"] = score_samples(pulled, scorer, weights="ref").flat
+            metrics = self.metrics_of([self.take_steps(rollout_id, Prepared(pulled))])
+        log_probs, before, mask = score_samples(pulled, scorer).flat, fields["ref_log_probs"], fields["loss_mask"]
+        tensors = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))
+        fields["process_rewards"] = implicit_rewards(*tensors, self.config.prm.prm_beta)[0].numpy()
+        return metrics, columns_of(pulled, ("process_rewards",))
 
 
 class Profiled:
@@ -228,81 +282,13 @@ class Profiled:
             profile.stop()
             plain = f"{path}.tmp.json"
             profile.export_chrome_trace(plain)
-            _compress(plain, f"{path}.trace.json.gz")
+            with open(plain, "rb") as source, gzip.open(f"{path}.part", "wb", compresslevel=1) as target:
+                shutil.copyfileobj(source, target)
+            os.replace(f"{path}.part", f"{path}.trace.json.gz")  # under its name it is complete
+            os.unlink(plain)
         elif tool == "memory":
             torch.cuda.memory._dump_snapshot(f"{path}.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         elif tool == "nsys":
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
-
-
-def _compress(plain: str, path: str) -> None:
-    with open(plain, "rb") as source, gzip.open(f"{path}.part", "wb", compresslevel=1) as target:
-        shutil.copyfileobj(source, target)
-    os.replace(f"{path}.part", path)  # under its name it is complete
-    os.unlink(plain)
-
-
-class CriticTrainer(TrainerBase):
-    """A rank of the critic, whose value head in place of the output layer is zeros where the checkpoint has none."""
-
-    role: ClassVar[Role | None] = "critic"
-
-    def read_shape(self) -> ModelShape:
-        """The shape of --critic-load, with a value head."""
-        return super().read_shape().with_value_head()
-
-    @phase("values")
-    def values(self, shard: ShardSource) -> Handed:
-        """Return the column values: the value before each response token of this rank's shard that is trained on."""
-        from fusionrl.trainer.score import score_samples
-
-        self.reload()
-        pulled = pull(shard)
-        pulled.fields["values"] = score_samples(pulled, self.scorer).flat
-        return {}, columns_of(pulled, ("values",))
-
-    def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
-        """Learn the returns of this rank's shard: as of `PolicyTrainer`, with `critic/…` metrics.
-
-        `columns`: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
-        """
-
-        with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
-            return self.learn(rollout_id, Prepared(pulled))[0]
-
-
-class ProcessRewardTrainer(TrainerBase):
-    """A rank of the process reward model, which is measured against the weights that it starts with."""
-
-    role: ClassVar[Role | None] = "prm"
-
-    def setup(self, master_addr: str, master_port: int) -> SetupFacts:
-        """Set up the model, and keep its weights."""
-        facts = super().setup(master_addr, master_port)
-        self.keep_weights("ref")
-        return facts
-
-    @phase("process rewards")
-    def process_rewards(self, rollout_id: int, shard: ShardSource) -> Handed:
-        """Train on the outcomes of this rank's shard, and then reward each token that is trained on.
-
-        The outcome is 1 where the raw reward is above 0, else 0. Returns `prm/…` metrics over all ranks, the same on
-        every rank; and the column process_rewards.
-        """
-        import numpy as np
-        import torch
-
-        from fusionrl.algorithms.token_advantages import implicit_rewards
-        from fusionrl.trainer.score import score_samples
-
-        with self._pulled(rollout_id, shard) as pulled:
-            fields, scorer = pulled.fields, self.scorer
-            fields["outcomes"] = np.repeat((fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
-            fields["ref_log_probs"] = score_samples(pulled, scorer, weights="ref").flat
-            metrics, _ = self.learn(rollout_id, Prepared(pulled))
-        log_probs, before, mask = score_samples(pulled, scorer).flat, fields["ref_log_probs"], fields["loss_mask"]
-        tensors = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))
-        fields["process_rewards"] = implicit_rewards(*tensors, self.config.prm.prm_beta)[0].numpy()
-        return metrics, columns_of(pulled, ("process_rewards",))
