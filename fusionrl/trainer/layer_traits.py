@@ -1,8 +1,5 @@
 """Modules of a shape's traits that Megatron has no option for; `layers.py` puts them in where a shape has the trait."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -176,8 +173,10 @@ class OwnTable:
         return inputs, named | {"rotary_pos_emb": angles}
 
 
-def scale_rope(model: GPTModel, scaling: Mapping[str, Any], shape: ModelShape) -> None:
+def scale_rope(model: GPTModel, shape: ModelShape) -> None:
     """Change the frequencies of a model that has no latent attention, whose own embedding does it."""
+    scaling = shape.rope_scaling
+    assert scaling is not None
     kind, rope = scaling.get("rope_type", scaling.get("type", "default")), model.rotary_pos_emb
     if kind == "default":
         return

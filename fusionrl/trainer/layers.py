@@ -162,7 +162,7 @@ def finish_layers(model: GPTModel, transformer: TransformerConfig, shape: ModelS
     if shape.rope_scaling is not None and not transformer.multi_latent_attention:  # which has an embedding of its own
         from fusionrl.trainer.layer_traits import scale_rope
 
-        scale_rope(model, shape.rope_scaling, shape)
+        scale_rope(model, shape)
 
 
 def _copy_output(module: torch.nn.Module, inputs: object, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
