@@ -18,7 +18,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionrl import sandbox
 from fusionrl.buffer.collect import Collector, EngineEndpoints, HookBorder, RolloutFunctions
 from fusionrl.buffer.data_source import PromptSource
 from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
@@ -108,10 +107,14 @@ class BufferActor:
             config, plan, border, self._collector, self._writer, self._accepted, self.attempt, self._put
         )
         await asyncio.to_thread(self.source.open, border)
-        sandbox.allow_weak(config.reward.allow_weak_sandbox)
         types = [rm_type for rm_type in self.source.reward_types() if isinstance(rm_type, str)]
-        if plan.sandbox is not None or any(map(runs_programs, types)):
-            logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
+        runs_any = plan.sandbox is not None or any(map(runs_programs, types))
+        if runs_any or config.reward.allow_weak_sandbox:
+            from fusionrl import sandbox
+
+            sandbox.allow_weak(config.reward.allow_weak_sandbox)
+            if runs_any:
+                logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
         return self.source.counts()
 
     async def set_engines(self, engine_urls: Sequence[str], eval_urls: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from fusionrl.observe.spans import phase, span
 from fusionrl.plan.costs import Work
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapter_names
-from fusionrl.rewards.length import length_reward
+from fusionrl.rewards.dispatch import length_reward
 from fusionrl.rollout.types import Limits, check_samples
 from fusionrl.rollout.weight_versions import warn_once
 

@@ -19,7 +19,6 @@ from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import uses_engines, uses_trainers
-from fusionrl.engines.disk_versions import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
 from fusionrl.models.families import get_family, kept
 from fusionrl.models.hf_folder import INDEX, SINGLE, check_weight_files, is_megatron_folder, weights_folder
 from fusionrl.models.quantization import BlockFp8, read_quantization, shape_errors
@@ -206,6 +205,8 @@ def disk_push_errors(config: Config) -> list[str]:
     is_delta = weights.update_weight_mode == "delta"
     if is_delta and weights.update_weight_local_checkpoint_dir is None:
         errors.append("--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host")
+    from fusionrl.engines.disk_versions import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
+
     kind = weights.update_weight_delta_checksum
     needed = {f"--update-weight-delta-checksum {kind}": CHECKSUM_PACKAGES.get(kind)}
     needed["--update-weight-mode delta"] = COMPRESSION_PACKAGE if is_delta else None

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 
-from fusionrl import sandbox
 from fusionrl.checks.model import size_errors
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
@@ -98,9 +97,11 @@ def sandbox_of_run(config: Config) -> str | None:
     flag = uses_sandbox(config)
     if flag is None:
         return None
+    from fusionrl import sandbox
+
     sandbox.allow_weak(config.reward.allow_weak_sandbox)
     try:
-        return str(sandbox.probe())
+        return sandbox.probe()
     except sandbox.SandboxError as error:
         raise ValueError(f"{flag}: {error}") from error
 

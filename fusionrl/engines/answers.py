@@ -1,6 +1,7 @@
-"""Check every answer of an engine against its request. Pure: no sockets, no processes.
+"""Answers of engines, checked against their requests and turned into arrays; they are checked nowhere else.
 
-Each function raises AnswerError, with the field and its value, for what it refuses.
+Each function raises AnswerError, with the field and its value, for what it refuses. A sample of 32,000 tokens is 32,000
+small lists in JSON, so they become arrays where they are read. Pure: no sockets, no processes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import numpy as np
 import orjson
 import pybase64
 
+from fusionrl.engines.http import EndpointError
+
 LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
 SMALLEST_LOG_PROB = -1e5  # below, exp of the difference to another log-prob overflows
 DEFAULT_NEW_TOKENS = 128  # SGLang's own, where a request names none
 _BASE_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 1024  # about 45 are usual: a log-prob, an id, and its text, which a user may ask for
 _BYTES_PER_WIDE_TOKEN = 1 << 20  # with hidden states, or the log-probs of many tokens in each place
+LONG_BYTES = 48 * 1024  # about 1,100 tokens with log-probs: from here on other processes may parse
 _NUMBERS = frozenset((int, float))  # not bool, which array takes for a number
 _LARGEST_INT32 = 2**31 - 1
+_FINISH_REASONS = ("stop", "length", "abort")
 _WIDE = frozenset(("return_hidden_states", "top_logprobs_num", "token_ids_logprob", "return_routed_experts"))
 
 
@@ -64,6 +69,9 @@ class AnswerBounds:
         """Refuse a body that is longer than any answer to the request can be."""
         if self.max_bytes is not None and num_bytes > self.max_bytes:
             raise AnswerError(f"the body has over {self.max_bytes} bytes, more than an answer to this request can have")
+
+
+UNBOUNDED = AnswerBounds()
 
 
 def prompt_of(payload: Mapping[str, object]) -> Sequence[object] | np.ndarray:
@@ -209,10 +217,6 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_UNBOUNDED = AnswerBounds()
-FINISH_REASONS = ("stop", "length", "abort")
-
-
 @dataclass
 class Generation:
     """One generated continuation of `n` tokens."""
@@ -228,7 +232,7 @@ class Generation:
     part: int = 1  # number of the request that made its end: over 1 if an engine died and another continued
 
 
-def parse_answer(body: bytes, bounds: AnswerBounds = _UNBOUNDED) -> list[Generation]:
+def parse_answer(body: bytes, bounds: AnswerBounds = UNBOUNDED) -> list[Generation]:
     """The generations of the body of an answer: one, or one for each prompt of the request; AnswerError if wrong."""
     bounds.check_size(len(body))
     try:
@@ -241,8 +245,8 @@ def parse_answer(body: bytes, bounds: AnswerBounds = _UNBOUNDED) -> list[Generat
     return [parse_generation(item, bounds) for item in answers]
 
 
-def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED, first: int = 0) -> Generation:
-    """Turn the JSON of one `/generate` answer into a `Generation`. The one place where answers are checked.
+def parse_generation(answer: object, bounds: AnswerBounds = UNBOUNDED, first: int = 0) -> Generation:
+    """Turn the JSON of one `/generate` answer into a `Generation`.
 
     first  number of its first token in the request's answer, of which `weight_versions` are spans
 
@@ -260,7 +264,7 @@ def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED, first: i
     tokens = token_ids(ids, "output_ids", bounds)
     if entries and sampled != ids:
         raise AnswerError(f"{field} has {len(entries)} log-probs of other tokens than the {len(ids)} of output_ids")
-    finish = finish_reason(meta)
+    finish = _finish_reason(meta)
     if bounds.log_probs and len(tokens) and not entries:
         raise AnswerError(f"{field} is missing; the request asked for log-probs")
     if bounds.max_new_tokens and not len(tokens) and finish not in ("", "abort"):
@@ -277,14 +281,14 @@ def parse_generation(answer: object, bounds: AnswerBounds = _UNBOUNDED, first: i
     )
 
 
-def finish_reason(meta: Mapping[str, object]) -> str:
+def _finish_reason(meta: Mapping[str, object]) -> str:
     """ "stop", "length" or "abort"; "" if the answer continues; AnswerError for anything else."""
     reason = meta.get("finish_reason")
     if reason is None:
         return ""
     kind = reason.get("type") if isinstance(reason, dict) else reason
-    if kind not in FINISH_REASONS:
-        raise AnswerError(f"meta_info.finish_reason is {reason!r}; known are {', '.join(FINISH_REASONS)}")
+    if kind not in _FINISH_REASONS:
+        raise AnswerError(f"meta_info.finish_reason is {reason!r}; known are {', '.join(_FINISH_REASONS)}")
     return str(kind)
 
 
@@ -344,7 +348,7 @@ class StreamParser:
     that repeats earlier ones.
     """
 
-    def __init__(self, bounds: AnswerBounds = _UNBOUNDED) -> None:
+    def __init__(self, bounds: AnswerBounds = UNBOUNDED) -> None:
         self._bounds = bounds
         self._num_tokens = 0
         self._text = ""
@@ -377,7 +381,7 @@ class StreamParser:
         bounds = replace(self._bounds, max_new_tokens=None) if total else self._bounds
         piece = parse_generation(answer, bounds, self._num_tokens)
         self._num_tokens, self._text = total, self._text + text
-        return replace(piece, finish_reason=finish_reason(meta))
+        return replace(piece, finish_reason=_finish_reason(meta))
 
 
 def join(pieces: Sequence[Generation]) -> Generation:
@@ -399,3 +403,36 @@ def join(pieces: Sequence[Generation]) -> Generation:
         prompt_tokens=pieces[0].prompt_tokens,
         cached_tokens=pieces[0].cached_tokens,
     )
+
+
+def checked_event(url: str, event: object) -> Mapping[str, object]:
+    """The event of a stream; EndpointError if the engine refuses or gives up the request after a status of 200."""
+    if not isinstance(event, dict):
+        raise AnswerError(f"an event of the stream is not a JSON object: {str(event)[:80]}")
+    error = event.get("error")
+    if error is not None:
+        code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
+        raise EndpointError(url, _as_status(code), str(text))
+    meta = event.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code") is not None:
+        raise EndpointError(url, _as_status(reason["status_code"]), str(reason.get("message")))
+    return event
+
+
+def _as_status(code: object) -> int:
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def as_object(answer: object, name: str) -> dict[str, object]:
+    """`answer` as the JSON object that it should be; else AnswerError."""
+    if not isinstance(answer, dict):
+        raise AnswerError(f"{name} is not a JSON object: {str(answer)[:200]}")
+    return answer
+
+
+def as_list(answer: object, name: str) -> list[object]:
+    """`answer` as the JSON list that it should be; else AnswerError."""
+    if not isinstance(answer, list):
+        raise AnswerError(f"{name} is not a JSON list: {str(answer)[:200]}")
+    return answer

@@ -16,26 +16,27 @@ import numpy as np
 import orjson
 
 from fusionrl.engines.answers import (
+    LONG_BYTES,
     AnswerBounds,
     AnswerError,
     Generation,
     StreamParser,
+    checked_event,
     extremes,
     join,
     num_new_tokens,
-    parse_generation,
+    parse_answer,
     prompt_of,
     sampling_params,
 )
 from fusionrl.engines.http import EndpointError, auth_headers
-from fusionrl.engines.images import MediaTokens, check_images
-from fusionrl.engines.parser_processes import ParserProcesses
 from fusionrl.engines.request_routing import RequestMerger, RequestTargets
 
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["ROUTING_KEY", "GenerateClient", "Generation", "abort_all", "parse_generation"]
+    from fusionrl.engines.images import MediaTokens
+    from fusionrl.engines.parser_processes import ParserProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,8 @@ class GenerateClient:
         worker_urls: Sequence[str] = (),
         engine_urls: Sequence[str] = (),
     ) -> None:
-        """Every answer is checked (`generation.parse_generation`). A request whose answer is refused is sent once more,
-        to another engine, so that a faulty one is avoided, and named if the other errs too. Through the router the
-        answering engine is unknown; there a second one is tried.
+        """A request whose answer is refused (`answers`) is sent once more, to another engine, which is named if it errs
+        too. Through the router the answering engine is unknown; there a second one is tried.
 
         timeout_s         of one request, retries included
         max_connections   requests under way
@@ -101,7 +101,7 @@ class GenerateClient:
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
         self._merger = RequestMerger(self._request)
-        self._parsers = ParserProcesses()
+        self._parsers: ParserProcesses | None = None
 
     @property
     def num_answers_refused(self) -> int:
@@ -222,7 +222,7 @@ class GenerateClient:
                             raise AnswerError(f"the body: an event is not JSON ({error}): {data[:80]!r}") from error
                         # It ended within an event: as good as a broken connection.
                         raise EndpointError(url, 502, f"half an event of a stream: {data[:200]!r}") from error
-                    yield _checked_event(url, event)
+                    yield checked_event(url, event)
 
     async def _request(
         self, payload: Mapping[str, object], body: bytes | None, routing_key: str | None = None
@@ -238,12 +238,20 @@ class GenerateClient:
                 try:
                     if isinstance(answer, AnswerError):
                         raise answer
+                    if len(answer) < LONG_BYTES:
+                        return parse_answer(answer, bounds)
+                    if self._parsers is None:
+                        from fusionrl.engines.parser_processes import ParserProcesses
+
+                        self._parsers = ParserProcesses()
                     return await self._parsers.parse(answer, bounds)
                 except AnswerError as error:
                     self._targets.refuse(url, error, refused)
 
     def _check_tokens(self, payload: Mapping[str, object]) -> None:
         if self._media is not None:
+            from fusionrl.engines.images import check_images
+
             check_images(payload, self._media)
         if self._vocab_size is None or payload.get("input_ids") is None:
             return
@@ -318,7 +326,8 @@ class GenerateClient:
         """Close the connections; what is still under way fails."""
         self._is_closed = True
         await self._merger.close()
-        await self._parsers.close()
+        if self._parsers is not None:
+            await self._parsers.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -361,25 +370,6 @@ async def _body(response: aiohttp.ClientResponse, bounds: AnswerBounds) -> bytes
     except AnswerError as error:
         return error
     return b"".join(parts)
-
-
-def _checked_event(url: str, event: object) -> Mapping[str, object]:
-    """The event of a stream; EndpointError if the engine refuses or gives up the request after a status of 200."""
-    if not isinstance(event, dict):
-        raise AnswerError(f"an event of the stream is not a JSON object: {str(event)[:80]}")
-    error = event.get("error")
-    if error is not None:
-        code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
-        raise EndpointError(url, _as_status(code), str(text))
-    meta = event.get("meta_info")
-    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code") is not None:
-        raise EndpointError(url, _as_status(reason["status_code"]), str(reason.get("message")))
-    return event
-
-
-def _as_status(code: object) -> int:
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 async def _lines(

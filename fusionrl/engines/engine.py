@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fusionrl.base.sockets import socket_folder
 from fusionrl.base.wording import BASE
-from fusionrl.engines.http import EndpointError, as_list, as_object, call
+from fusionrl.engines.answers import as_list, as_object
+from fusionrl.engines.http import EndpointError, call
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
 from fusionrl.models.engine_config import read_scorer, text_view

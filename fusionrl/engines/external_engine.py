@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fusionrl.engines.answers import as_list, as_object
 from fusionrl.engines.engine import EngineControl
-from fusionrl.engines.http import EndpointError, as_list, as_object
+from fusionrl.engines.http import EndpointError
 from fusionrl.engines.images import ImageSettings, refused
 from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import ModelShape, differences, read_model_shape, read_text_config, shape_from_hf_config

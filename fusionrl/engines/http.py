@@ -1,4 +1,4 @@
-"""Blocking HTTP calls to the control endpoints of an engine or the router."""
+"""HTTP calls: blocking ones to the control endpoints of engines and router, and `post` for users' functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ import requests
 from fusionrl.base.environment import ROUTER_KEY
 
 if TYPE_CHECKING:
-    import aiohttp
+    pass
 
 LONGEST_ANSWER = 256 << 20  # bytes: control endpoints answer kilobytes, checksums of a large model some megabytes
 # With ROUTER_KEY, in the environment of the processes that run users' functions, which may ask the engines.
 ROUTER_URLS = "FUSIONRL_ROUTER_URLS"
+_LONGEST_PAUSE_S = 8.0
+_LONGEST_ERROR = 1 << 16  # bytes of the text of an error status
+
+# Explanation of a 401.
+NO_KEY = (
+    "it wants a key; the run's own router and engines want the header `Authorization: Bearer KEY`, where KEY is"
+    f" args.api_key in your functions and {ROUTER_KEY} in their environment. `post` of fusionrl.plugin_api sends it by"
+    " itself to args.router_url and args.engine_urls. With --router-api-key none the router requires no key, on one"
+    " machine alone"
+)
 
 
 class EndpointError(RuntimeError):
@@ -57,7 +67,10 @@ def call(
                 timeout=timeout_s,
                 stream=True,
             )
-            content = _bounded(response)
+            content = bytearray()
+            for part in response.iter_content(1 << 20):
+                content += part
+                _check_length(response.url, content)
         except requests.RequestException as error:
             raise RuntimeError(f"{url} did not answer: {error}") from error
     text = content.decode(errors="replace")
@@ -71,41 +84,10 @@ def call(
         return text
 
 
-def as_object(answer: object, name: str) -> dict[str, object]:
-    """`answer` as the JSON object that it should be; else RuntimeError."""
-    if not isinstance(answer, dict):
-        raise RuntimeError(f"{name} is not a JSON object: {str(answer)[:200]}")
-    return answer
-
-
-def as_list(answer: object, name: str) -> list[object]:
-    """`answer` as the JSON list that it should be; else RuntimeError."""
-    if not isinstance(answer, list):
-        raise RuntimeError(f"{name} is not a JSON list: {str(answer)[:200]}")
-    return answer
-
-
-def _bounded(response: requests.Response) -> bytes:
-    """The body; what it becomes when it is unpacked is bounded, too."""
-    parts, size = [], 0
-    for part in response.iter_content(1 << 20):
-        size += len(part)
-        if size > LONGEST_ANSWER:
-            raise RuntimeError(f"{response.url} answered with over {LONGEST_ANSWER} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-_LONGEST_PAUSE_S = 8.0
-_LONGEST_ERROR = 1 << 16  # bytes of the text of an error status
-
-# Explanation of a 401.
-NO_KEY = (
-    "it wants a key; the run's own router and engines want the header `Authorization: Bearer KEY`, where KEY is"
-    f" args.api_key in your functions and {ROUTER_KEY} in their environment. `post` of fusionrl.plugin_api sends it by"
-    " itself to args.router_url and args.engine_urls. With --router-api-key none the router requires no key, on one"
-    " machine alone"
-)
+def _check_length(url: str, body: bytearray) -> None:
+    """Bound what a body becomes when it is unpacked, too."""
+    if len(body) > LONGEST_ANSWER:
+        raise RuntimeError(f"{url} answered with over {LONGEST_ANSWER} bytes")
 
 
 async def post(
@@ -126,33 +108,22 @@ async def post(
             try:
                 async with session.post(url, json=payload, headers=headers) as response:
                     if response.status < 400:
-                        return _decoded(url, await _bounded_async(url, response))
+                        body = bytearray()
+                        async for part in response.content.iter_any():
+                            body += part
+                            _check_length(url, body)
+                        return orjson.loads(body) if body else None
                     text = (await response.content.read(_LONGEST_ERROR)).decode(errors="replace")
                     failure = f"{url} answered {response.status}: {text[:500]}"
                     if response.status == 401:
                         failure += f" ({NO_KEY})"
                     if response.status < 500:
                         raise RuntimeError(failure)
+            except orjson.JSONDecodeError as error:
+                start = bytes(body[:80])
+                raise RuntimeError(f"{url} answered something that is not JSON ({error}): {start!r}") from error
             except aiohttp.ClientError as error:
                 failure = f"{url} did not answer: {error!r}"
             if attempt + 1 < max_retries:
                 await asyncio.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE_S))
     raise RuntimeError(f"{failure} ({max_retries} tries)")
-
-
-async def _bounded_async(url: str, response: aiohttp.ClientResponse) -> bytes:
-    """The body; what it becomes when it is unpacked is bounded, too."""
-    parts, size = [], 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > LONGEST_ANSWER:
-            raise RuntimeError(f"{url} answered with over {LONGEST_ANSWER} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _decoded(url: str, body: bytes) -> object:
-    try:
-        return orjson.loads(body) if body else None
-    except orjson.JSONDecodeError as error:
-        raise RuntimeError(f"{url} answered something that is not JSON ({error}): {body[:80]!r}") from error

@@ -19,10 +19,9 @@ from contextlib import suppress
 
 from fusionrl.base.environment import child_environment
 from fusionrl.base.sockets import LENGTH, frame
-from fusionrl.engines.answers import AnswerBounds, AnswerError, Generation, parse_answer
+from fusionrl.engines.answers import UNBOUNDED, AnswerBounds, AnswerError, Generation, parse_answer
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
-LONG_BYTES = 48 * 1024  # about 1,100 tokens with log-probs
 START_AFTER = 16 << 20  # bytes of long answers: 0.2 s of a core, as two processes take to start
 IN_HAND = 4  # answers that a process has at a time, so that it need not wait for the next; the rest stay here once
 
@@ -36,13 +35,11 @@ class ParserProcesses:
         self._num_bytes = 0  # of long answers, so far
         self._room = asyncio.Semaphore(self._num_processes * IN_HAND)
 
-    async def parse(self, body: bytes, bounds: AnswerBounds | None = None) -> list[Generation]:
-        """As `parse_answer`."""
-        bounds = bounds or AnswerBounds()
-        if len(body) >= LONG_BYTES:
-            self._num_bytes += len(body)
-            if self._num_bytes > START_AFTER and (generations := await self._parse_elsewhere(body, bounds)):
-                return generations
+    async def parse(self, body: bytes, bounds: AnswerBounds = UNBOUNDED) -> list[Generation]:
+        """As `parse_answer`, of a long answer."""
+        self._num_bytes += len(body)
+        if self._num_bytes > START_AFTER and (generations := await self._parse_elsewhere(body, bounds)):
+            return generations
         return parse_answer(body, bounds)  # raises the error if the answer is wrong
 
     async def _parse_elsewhere(self, body: bytes, bounds: AnswerBounds) -> list[Generation] | None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from fusionrl.engines.http import NO_KEY, EndpointError, as_list, as_object, call
+from fusionrl.engines.answers import as_list, as_object
+from fusionrl.engines.http import NO_KEY, EndpointError, call
 from fusionrl.engines.process import ChildProcess, PortReservation, base_url, start_on_free_ports
 from fusionrl.engines.spec import package_environment, to_flags
 

@@ -1,4 +1,7 @@
-"""From a sample to its reward: a process of the pool calls what scores it; what was lost is counted."""
+"""From a sample to its reward: a process of the pool calls what scores it; what was lost is counted.
+
+Also what length takes off a training reward.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.data.sample_images import keep_images
 from fusionrl.observe.spans import part
-from fusionrl.rewards.registry import MODEL, asks_model
+from fusionrl.rewards.registry import MODEL, names_of
 from fusionrl.rewards.reward_call import (
     LostReward,
     RewardRaised,
@@ -35,6 +38,7 @@ from fusionrl.rewards.reward_call import (
 )
 
 if TYPE_CHECKING:
+    from fusionrl.config.rollout import RewardGroup
     from fusionrl.rewards.pool import RewardPool
 
 logger = logging.getLogger(__name__)
@@ -71,38 +75,32 @@ async def batched_async_rm(
 
 async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: object) -> float | dict[str, object]:
     """Return the reward of one sample; see `async_rm`."""
-    start = time.monotonic_ns()
-    try:
-        return await _score_sample(settings, sample, kwargs)
-    finally:
-        part("reward", start, index=-1 if sample.index is None else sample.index)
-
-
-async def _score_sample(
-    settings: RewardSettings, sample: Sample, kwargs: dict[str, object]
-) -> float | dict[str, object]:
     path, rm_type, name = scorer_of(settings, sample)
-    if path is None and not rm_type and settings.is_optional:
-        return 0.0
     if path is None and not rm_type:
+        if settings.is_optional:
+            return 0.0
         raise RewardError(
             f"sample {sample.index} has no reward: neither --rm-type nor --custom-rm-path is given, so your function"
             " has to set sample.reward; or give one of them",
             [sample],
         )
-    if path is None and asks_model(rm_type):
-        from fusionrl.rewards.reward_model import model_score
+    start = time.monotonic_ns()
+    try:
+        if path is None and MODEL in names_of(rm_type):
+            from fusionrl.rewards.reward_model import model_score
 
-        assert settings.args is not None
-        try:
-            score = await model_score(settings.args, sample)
-        except (RuntimeError, ValueError) as error:
-            raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
-        if rm_type == MODEL or isinstance(score, LostReward):
-            return _checked(settings, score, name, sample)
-        kwargs = {"model_score": score}
-    reward = await _score(settings, [sample], "sample", path, name, kwargs)
-    return _checked(settings, reward, name, sample)
+            assert settings.args is not None
+            try:
+                score = await model_score(settings.args, sample)
+            except (RuntimeError, ValueError) as error:
+                raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
+            if rm_type == MODEL or isinstance(score, LostReward):
+                return _checked(settings, score, name, sample)
+            kwargs = {"model_score": score}
+        reward = await _score(settings, [sample], "sample", path, name, kwargs)
+        return _checked(settings, reward, name, sample)
+    finally:
+        part("reward", start, index=-1 if sample.index is None else sample.index)
 
 
 async def score_group(
@@ -110,7 +108,7 @@ async def score_group(
 ) -> list[float | dict[str, object]]:
     """Return the rewards of a group; see `batched_async_rm`."""
     path = settings.custom_rm_path
-    is_one_call = settings.is_group_call or (path is not None and takes_a_list(path))
+    is_one_call = settings.is_group_call or takes_a_list(path)
     if not is_one_call or any(sample.custom_rm_path for sample in samples):
         return list(await asyncio.gather(*(score_sample(settings, sample, **kwargs) for sample in samples)))
     name = f"--custom-rm-path {path}"
@@ -152,6 +150,12 @@ def reward_pool(num_processes: int) -> RewardPool:
     return RewardPool(num_processes)
 
 
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
+    return ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+
 async def _score(
     settings: RewardSettings,
     samples: Sequence[Sample],
@@ -164,9 +168,7 @@ async def _score(
     call_settings, asynchronous = settings.for_call(path), is_async(path)
     try:
         if settings.in_process:
-            reward = await _score_here(call_settings, samples, call, kwargs, asynchronous)
-            keep_images(samples)
-            return reward
+            return await _score_here(call_settings, samples, call, path, kwargs)
         pool = reward_pool(settings.num_processes or len(os.sched_getaffinity(0)))
         limit_s = settings.timeout_s
         future = pool.submit(
@@ -180,14 +182,8 @@ async def _score(
         return _failed(settings, text, str(error), blamed, error)
 
 
-@functools.cache
-def _thread() -> ThreadPoolExecutor:
-    """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
-    return ThreadPoolExecutor(1, thread_name_prefix="reward")
-
-
 async def _score_here(
-    settings: RewardSettings, samples: Sequence[Sample], call: str, kwargs: dict[str, object], asynchronous: bool
+    settings: RewardSettings, samples: Sequence[Sample], call: str, path: str | None, kwargs: dict[str, object]
 ) -> object:
     """Call a reward function in this process (--in-process): a breakpoint in it stops in the terminal.
 
@@ -195,16 +191,14 @@ async def _score_here(
     whose cause is what the function raised.
     """
     register_hooks(settings.hooks)
-    target = list(samples) if call == "group" else samples[0]
+    calling = functools.partial(call_reward, settings, list(samples) if call == "group" else samples[0], **kwargs)
     try:
-        if asynchronous:
-            reward = call_reward(settings, target, **kwargs)
-        else:
-            calling = functools.partial(call_reward, settings, target, **kwargs)
-            reward = await asyncio.wrap_future(_thread().submit(calling))
-        return await reward if inspect.isawaitable(reward) else reward
+        reward = calling() if is_async(path) else await asyncio.wrap_future(_thread().submit(calling))
+        reward = await reward if inspect.isawaitable(reward) else reward
     except Exception as error:  # a user's function may raise anything
-        raise RewardRaised.of(error, scorer_of(settings, samples[0]).path, samples) from error
+        raise RewardRaised.of(error, path, samples) from error
+    keep_images(samples)
+    return reward
 
 
 def _failed(
@@ -249,3 +243,32 @@ def _is_number(reward: object) -> TypeGuard[SupportsFloat]:
         return isinstance(reward, SupportsFloat) and math.isfinite(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
+
+
+# ---------------------------------------------------------------- length
+def soft_overlong_punishment(length: int, max_length: int, buffer_length: int) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), in [-1, 0]; lengths in tokens.
+
+    0 up to max_length - buffer_length, then falling linearly to -1 at max_length, and -1 beyond. Raises ValueError if
+    the buffer is empty or longer than max_length.
+    """
+    if not 0 < buffer_length <= max_length:
+        raise ValueError(f"the overlong buffer of {buffer_length} tokens must lie between 1 and {max_length}")
+    return max(-1.0, min(0.0, (max_length - buffer_length - length) / buffer_length))
+
+
+def length_penalty(length: int, max_length: int, coef: float) -> float:
+    """A price for each token: -coef at max_length tokens, half of it at half the length."""
+    return -coef * length / max_length
+
+
+def length_reward(length: int, max_length: int | None, flags: RewardGroup | Namespace) -> float:
+    """Return what --length-penalty-coef, --overlong-buffer-len and --overlong-penalty-factor add to the reward of a
+    response of `length` tokens, at most 0; 0 without any."""
+    if max_length is None:  # only in runs without these flags, as the checks see to
+        return 0.0
+    added = length_penalty(length, max_length, flags.length_penalty_coef)
+    if flags.overlong_buffer_len is not None:
+        overlong = soft_overlong_punishment(length, max_length, flags.overlong_buffer_len)
+        added += flags.overlong_penalty_factor * overlong
+    return added

@@ -39,7 +39,7 @@ def _letter_behind(tokens: list[str], place: int) -> str | None:
     return None if is_article else tokens[place].upper()
 
 
-def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
     """1 where the response chooses the right option, after its thinking.
 
     metadata  `choices` (a list, or a dict by letter), `correct_letter`; `valid_letters` where they are not A, B, C, …

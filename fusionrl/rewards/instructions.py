@@ -17,7 +17,7 @@ from fusionrl.rewards.registry import Reward
 from fusionrl.rewards.text_match import after_thinking
 
 
-def ifeval(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+def ifeval(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
     """1 where the response, after its thinking, follows every instruction (the paper's strict prompt-level accuracy).
 
     Raises ValueError if the metadata has no instructions, or one that is unknown or has unfit arguments; or the package
@@ -26,7 +26,7 @@ def ifeval(response: str, label: Any, metadata: dict[str, Any] | None = None) ->
     return float(all(followed(response, metadata or {}).values()))
 
 
-def followed(response: str, metadata: Mapping[str, Any]) -> dict[str, bool]:
+def followed(response: str, metadata: Mapping[str, object]) -> dict[str, bool]:
     """Per instruction, by "position:id", whether it is followed; an empty response follows none. Raises as `ifeval`."""
     ids, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not ids:
@@ -305,7 +305,7 @@ LIBRARY = "evaluation_lib"  # the module of the checkout that grades
 MISSING = "clone https://github.com/allenai/IFBench, install its requirements, and put the folder on PYTHONPATH"
 
 
-def compute_ifbench_reward(response: str, label: object, metadata: dict[str, Any] | None = None) -> float:
+def compute_ifbench_reward(response: str, label: object, metadata: Mapping[str, Any] | None = None) -> float:
     """Return 1 where the response follows every instruction, as IFBench's strict program says.
 
     metadata  `instruction_id_list`; `kwargs`, a dict for each instruction, or one for all; `prompt_text`, `record_id`

@@ -84,15 +84,10 @@ class Reward:
     runs_programs: bool = False
 
     def __call__(
-        self, response: str, label: Any, metadata: Mapping[str, object] | None = None
+        self, response: str, label: object, metadata: Mapping[str, object] | None = None
     ) -> RewardValue | CodeGrade:
         """Return the reward of a response. Raises ValueError if it cannot use the label or the metadata."""
         return self.grade(response, label, metadata or {}) if self.reads_metadata else self.grade(response, label)
-
-    def check_row(self, label: object, metadata: Mapping[str, object]) -> None:
-        """Raise ValueError where a row's label or metadata cannot be graded with."""
-        if self.check is not None:
-            self.check(label, metadata) if self.reads_metadata else self.check(label)
 
     def missing(self) -> str | None:
         """Return what is not installed, with the cure; None: all is there."""
@@ -180,7 +175,7 @@ def _weight(rm_type: str, weight: str) -> float:
     return number
 
 
-def _names(rm_type: str | None) -> set[str]:
+def names_of(rm_type: str | None) -> set[str]:
     """The rewards that `rm_type` names; none where it is not a valid --rm-type, which other checks report."""
     if rm_type is None or rm_type == REMOTE:
         return set()
@@ -188,6 +183,11 @@ def _names(rm_type: str | None) -> set[str]:
         return {part.name for part in parse_rm_type(rm_type).values()}
     except ValueError:
         return set()
+
+
+def runs_programs(rm_type: str | None) -> bool:
+    """Return whether a part of it runs programs in the sandbox."""
+    return any(reward_of(name).runs_programs for name in names_of(rm_type) - {MODEL})
 
 
 def rm_type_errors(rm_type: str, rm_model: str | None, reward_key: str | None, key_flag: str) -> list[str]:
@@ -208,16 +208,6 @@ def rm_type_errors(rm_type: str, rm_model: str | None, reward_key: str | None, k
     return errors
 
 
-def asks_model(rm_type: str | None) -> bool:
-    """Return whether a reward model's engine scores the sample, alone or in a sum."""
-    return MODEL in _names(rm_type)
-
-
-def runs_programs(rm_type: str | None) -> bool:
-    """Return whether a part of it runs programs in the sandbox."""
-    return any(reward_of(name).runs_programs for name in _names(rm_type) - {MODEL})
-
-
 def _is_single(rm_type: str) -> bool:
     return len(parse_rm_type(rm_type)) == 1 and ":" not in rm_type
 
@@ -236,35 +226,30 @@ def grade(
     Raises ValueError as `parse_rm_type` does, or as the reward does for a label or metadata it cannot use.
     """
     parts = parse_rm_type(rm_type)
-    if MODEL in parts and model_score is None:
-        raise ValueError(f"{rm_type}: {MODEL} needs async_rm(args, sample), not a grader")
     failures: Counter[str] = Counter()
-    rewards: dict[str, Any] = {
-        written: model_score if part.name == MODEL else _grade_part(part, response, label, metadata, failures)
-        for written, part in parts.items()
-    }
+    values: dict[str, Any] = {}
+    for written, part in parts.items():
+        if part.name == MODEL:
+            if model_score is None:
+                raise ValueError(f"{rm_type}: {MODEL} needs async_rm(args, sample), not a grader")
+            values[written] = model_score
+            continue
+        reward, text = reward_of(part.name), response
+        if part.is_boxed:
+            answer = extract_answer(response)
+            text = "" if answer is None or reward.box_form is None else reward.box_form % answer
+        value = reward(text, label, metadata)
+        if isinstance(value, CodeGrade):
+            failures.update(value.failures)
+            value = value.reward
+        values[written] = value
     if _is_single(rm_type):
-        return Graded(next(iter(rewards.values())), {}, dict(failures))
-    values = {
-        written: float(reward[reward_of(parts[written].name).dict_key] if isinstance(reward, dict) else reward)
-        for written, reward in rewards.items()
-    }
-    total = sum(parts[written].weight * value for written, value in values.items())
-    return Graded(total, values, dict(failures))
-
-
-def _grade_part(
-    part: Part, response: str, label: object, metadata: Mapping[str, object] | None, failures: Counter[str]
-) -> RewardValue:
-    reward = reward_of(part.name)
-    if part.is_boxed:
-        answer = extract_answer(response)
-        response = "" if answer is None or reward.box_form is None else reward.box_form % answer
-    value = reward(response, label, metadata)
-    if isinstance(value, CodeGrade):
-        failures.update(value.failures)
-        return value.reward
-    return value
+        return Graded(next(iter(values.values())), {}, dict(failures))
+    for written, value in values.items():
+        values[written] = float(
+            value[reward_of(parts[written].name).dict_key or ""] if isinstance(value, dict) else value
+        )
+    return Graded(sum(parts[written].weight * value for written, value in values.items()), values, dict(failures))
 
 
 @dataclass
@@ -294,22 +279,16 @@ class LabelCheck:
             parts = parse_rm_type(str(rm_type))
         except ValueError as error:  # a wrong --rm-type is reported elsewhere
             return LabelProblem(name, str(error), False, self.is_warning) if row_rm_type else None
-        for part in parts.values():
-            reward = None if part.name == MODEL else reward_of(part.name)
-            problem = None if reward is None else self._problem(reward, label, metadata)
-            if reward is not None and problem is not None:
+        for reward in (reward_of(part.name) for part in parts.values() if part.name != MODEL):
+            if reward.check is None or (reward.is_slow_to_check and self.budget_s <= 0):
+                continue
+            since = time.monotonic()
+            try:
+                reward.check(label, metadata) if reward.reads_metadata else reward.check(label)
+            except ValueError as error:
+                problem = str(error).partition("--rm-type ")[2].partition(": ")[2] or str(error)
                 return LabelProblem(name, problem, reward.label != "unread", self.is_warning)
-        return None
-
-    def _problem(self, reward: Reward, label: object, metadata: Mapping[str, object]) -> str | None:
-        if reward.is_slow_to_check and self.budget_s <= 0:
-            return None
-        since = time.monotonic()
-        try:
-            reward.check_row(label, metadata)
-        except ValueError as error:
-            return str(error).partition("--rm-type ")[2].partition(": ")[2] or str(error)
-        finally:
-            if reward.is_slow_to_check:
-                self.budget_s -= time.monotonic() - since
+            finally:
+                if reward.is_slow_to_check:
+                    self.budget_s -= time.monotonic() - since
         return None

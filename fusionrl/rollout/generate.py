@@ -28,8 +28,7 @@ from fusionrl.data.train_batch import join_attempt
 from fusionrl.engines.answers import AnswerError, routed_experts
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import course, part
-from fusionrl.rewards.dispatch import score_group, score_sample
-from fusionrl.rewards.length import length_reward
+from fusionrl.rewards.dispatch import length_reward, score_group, score_sample
 from fusionrl.rewards.reward_call import RewardSettings
 from fusionrl.rollout.event_loop import LoopSemaphore
 from fusionrl.rollout.generate_state import (

@@ -7,11 +7,10 @@ docs/guides/sandbox.md says what each mode guarantees and what it does not. Impo
 """
 
 from fusionrl.sandbox.limits import Limits, SandboxError, SandboxResult
-from fusionrl.sandbox.run import Mode, allow_weak, probe, run_python, run_python_sync
+from fusionrl.sandbox.run import allow_weak, probe, run_python, run_python_sync
 
 __all__ = [
     "Limits",
-    "Mode",
     "SandboxError",
     "SandboxResult",
     "allow_weak",

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -311,29 +311,8 @@ def _empty(place: int, top: int, prefix: str, numbers: Iterator[int]) -> list[st
     return names
 
 
-@dataclass(frozen=True)
-class Mode:
-    """The kind of sandbox that this machine gives.
-
-    name      "namespaces" or "weak"
-    landlock  version of Landlock that hides files in the weak mode; 0: none
-    memory    the bound on the memory of all processes of a run: "cgroup" or "watch"
-    lacks     what the mode lacks of the one with namespaces and a cgroup, for people
-    """
-
-    name: str
-    landlock: int
-    memory: str
-    lacks: tuple[str, ...]
-
-    def __str__(self) -> str:
-        hidden = f", Landlock {self.landlock}" if self.landlock else ""
-        lacks = f"; lacks: {'; '.join(self.lacks)}" if self.lacks else ""
-        return f"{self.name}, seccomp{hidden}, memory by {self.memory}{lacks}"
-
-
-def probe(limits: Limits | None = None) -> Mode:
-    """Run a small program, and return the mode that it ran in.
+def probe(limits: Limits | None = None) -> str:
+    """Run a small program, and return the mode that it ran in, in words, and what that lacks of the best one.
 
     Raises SandboxError, with a cure, if programs cannot be started here, or only in the weak mode and that is not
     allowed.
@@ -353,4 +332,6 @@ def probe(limits: Limits | None = None) -> Mode:
             lacks.append("it can signal other processes of its user, this run's included")
     if result.memory == "watch":
         lacks.append("memory of all processes together is looked at every 0.05 s, and can be exceeded between")
-    return Mode(result.mode, result.landlock, result.memory, tuple(lacks))
+    hidden = f", Landlock {result.landlock}" if result.landlock else ""
+    text = f"{result.mode}, seccomp{hidden}, memory by {result.memory}"
+    return f"{text}; lacks: {'; '.join(lacks)}" if lacks else text

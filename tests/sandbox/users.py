@@ -23,6 +23,9 @@ CONFIGURATIONS = [
     for namespaces in (True, False)
     for other in ([False, True] if IS_ROOT else [False])
 ]
+# Each mode and each user once, for what does not depend on both.
+each_mode = pytest.mark.parametrize("run", [CONFIGURATIONS[0], CONFIGURATIONS[-1]], indirect=True)
+each_mode_crossed = pytest.mark.parametrize("run", CONFIGURATIONS[1:-1] or CONFIGURATIONS, indirect=True)
 
 
 @cache
