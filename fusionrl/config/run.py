@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import field_validator
+from pydantic import create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from fusionrl.config import scopes
 from fusionrl.config.scopes import Group, acting, always, of_engines, of_pushes, of_rl, of_steps, of_trainers
-from fusionrl.pipeline.knobs import PIPELINES
+from fusionrl.pipeline.knobs import PIPELINES, Knobs
 
 # The table decides what the flag takes. A type checker cannot read a Literal of a table.
 if TYPE_CHECKING:
@@ -178,29 +178,27 @@ class CheckpointGroup(Group):
 of_stream = acting(scopes.RL, scopes.STREAMED)
 
 
-class PipelineGroup(Group):
+# The knobs of the controller that a flag sets: each is declared in `Knobs`, with its flag.
+if TYPE_CHECKING:
+    _KnobFlags = Group
+else:
+    _KnobFlags = create_model(
+        "_KnobFlags",
+        __base__=Group,
+        **{
+            declared["flag"]: (
+                knob.type if declared["given"] is not None else knob.type | None,
+                of_stream(declared["given"], declared["help"], ge=declared["least"]),
+            )
+            for knob in fields(Knobs)
+            if (declared := knob.metadata)["flag"]
+        },
+    )
+
+
+class PipelineGroup(_KnobFlags):
     """Pipeline: how far generation may run ahead of training"""
 
-    max_staleness: int | None = of_stream(
-        None, "Maximum weight versions between sampling a token and training on it. Default: set by --pipeline.", ge=0
-    )
-    admission_lead: float | None = of_stream(
-        None, "How many batches ahead of need prompts are admitted, 0 to --max-staleness. Default: by --pipeline.", ge=0
-    )
-    update_weights_interval: int | None = of_stream(
-        None, "Rollouts trained between two weight pushes. Default: set by --pipeline.", ge=1
-    )
-    in_flight: Literal["drain", "retract", "in_place"] | None = of_stream(
-        None,
-        "Unfinished samples at a weight push: the push waits for them (drain), or they continue with the"
-        " new weights, their KV cache recomputed (retract) or kept (in_place). Default: set by --pipeline.",
-    )
-    at_deadline: Literal["wait", "drop"] | None = of_stream(
-        None, "At a version's last batch, wait for groups that would be too old later, or drop them. Default: wait."
-    )
-    max_samples_in_flight: int | None = of_stream(
-        None, "Maximum samples in flight over all engines. Default: --sglang-server-concurrency for each engine.", ge=1
-    )
     sample_timeout: float | None = of_engines(
         None,
         "Time limit of a sample, seconds, from its first request to its last token, tools included; a sample over it"
@@ -210,10 +208,6 @@ class PipelineGroup(Group):
     failed_samples: Literal["leave-out", "replace"] = of_stream(
         "leave-out", "Train a group without its failed samples, or replace the whole group (always if all failed)."
     )
-    max_group_tries: int = of_stream(
-        2, "Tries of a failed group, each from its prompt, before another group replaces it.", ge=1
-    )
-    max_failed_groups: int = of_stream(32, "End the run after this many failed groups in a row.", ge=1)
 
 
 PROFILES = "profiles"  # in the run's folder

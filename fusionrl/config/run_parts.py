@@ -7,10 +7,10 @@ lies between that policy and the one that sampled is a weight of each token, tru
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.algorithms.estimators import ESTIMATORS, Estimator
-from fusionrl.pipeline.knobs import IN_TURN, PIPELINES
+from fusionrl.pipeline.knobs import FLAGS, IN_TURN, PIPELINES
 
 if TYPE_CHECKING:
     from fusionrl.config.algorithm import AlgorithmGroup
@@ -89,6 +89,12 @@ def is_streamed(config: Config) -> bool:
     return run.mode == "rl" and run.pipeline != IN_TURN and not run.debug_train_only and not run.debug_rollout_only
 
 
+def knob_of(config: Config, name: str) -> Any:
+    """Return the value of a pipeline's knob: its flag's, or where that is not given the pipeline's."""
+    given = getattr(config.pipelining, FLAGS[name])
+    return PIPELINES[config.run.pipeline][name] if given is None else given
+
+
 def has_own_rollout(config: Config) -> bool:
     """Return whether a user's function makes the rollouts."""
     return config.rollout.rollout_function_path != DEFAULT_ROLLOUT
@@ -124,10 +130,7 @@ CORRECTION_READS = (
 
 def trains_older_tokens(config: Config) -> bool:
     """Return whether trainers get tokens that older weights sampled: by the bound, or by rollouts between pushes."""
-    preset, flags = PIPELINES[config.run.pipeline], config.pipelining
-    staleness = preset["max_staleness"] if flags.max_staleness is None else flags.max_staleness
-    interval = preset["fetches_per_push"] if flags.update_weights_interval is None else flags.update_weights_interval
-    return is_streamed(config) and (int(staleness) > 0 or int(interval) > 1)
+    return is_streamed(config) and (knob_of(config, "max_staleness") > 0 or knob_of(config, "fetches_per_push") > 1)
 
 
 def needs_correction(config: Config) -> bool:

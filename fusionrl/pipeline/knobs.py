@@ -4,9 +4,19 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 
-def _knob(default: object = MISSING, *, least: int | None = None, flag: str | None = None) -> Any:
-    """Declare a knob: its least value, and the field of the flag that sets it, where there is one."""
-    return field(default=default, metadata={"least": least, "flag": flag})
+def _knob(
+    default: object = MISSING,
+    *,
+    least: int | None = None,
+    flag: str | None = None,
+    help: str = "",
+    given: object = None,
+) -> Any:
+    """Declare a knob: its least value, and the field of the flag that sets it, with its help and default.
+
+    `PipelineGroup` has these flags; one whose default is None leaves the knob to the pipeline.
+    """
+    return field(default=default, metadata={"least": least, "flag": flag, "help": help, "given": given})
 
 
 @dataclass(frozen=True)
@@ -16,43 +26,70 @@ class Knobs:
     A fetch is one rollout's batch of groups for the trainers. Weights are pushed after every `fetches_per_push`
     fetches, so the weights of version v train fetches v * fetches_per_push up to (v + 1) * fetches_per_push - 1.
 
-    groups_per_fetch       F
-    fetches_per_push       U: fetches trained between two pushes
-    num_fetches            of the whole run; None: until the data end
-    max_staleness          K: versions between the weights that sampled a token and those that it trains, at most
-    lead                   L, 0 ≤ L ≤ K: how far ahead of need groups are admitted, in versions
-    in_flight              at a push: drain waits until no sample is in flight; retract and in_place push into running
-                           samples: retract recomputes their KV cache under the new weights, in_place keeps it
-    at_deadline            if groups that are due are not ready at a version's last fetch: wait for them, or drop them,
-                           which trains fewer long answers
-    spare_groups           admitted beyond what a version trains (over-sampling); the last ones are dropped
-    samples_per_group      samples of one prompt
-    max_samples_in_flight  over all engines; one group is admitted in any case
-    max_tries              of a group whose samples fail, before it is dropped and replaced
-    max_failures_in_row    groups dropped as failed since one became ready, before the run ends
-    exclusive              engines and trainers share devices and alternate
+    groups_per_fetch   F; fetches_per_push is U, max_staleness K, and lead L with 0 ≤ L ≤ K, in versions
+    num_fetches        of the whole run; None: until the data end
+    spare_groups       admitted beyond what a version trains (over-sampling); the last ones are dropped
+    samples_per_group  samples of one prompt
+    exclusive          engines and trainers share devices and alternate
     """
 
     groups_per_fetch: int = _knob(least=1)
-    fetches_per_push: int = _knob(1, least=1, flag="update_weights_interval")
+    max_staleness: int = _knob(
+        0,
+        least=0,
+        flag="max_staleness",
+        help="Maximum weight versions between sampling a token and training on it. Default: set by --pipeline.",
+    )
+    lead: float = _knob(
+        0.0,
+        least=0,
+        flag="admission_lead",
+        help="How many batches ahead of need prompts are admitted, 0 to --max-staleness. Default: by --pipeline.",
+    )
+    fetches_per_push: int = _knob(
+        1,
+        least=1,
+        flag="update_weights_interval",
+        help="Rollouts trained between two weight pushes. Default: set by --pipeline.",
+    )
+    in_flight: Literal["drain", "retract", "in_place"] = _knob(
+        "drain",
+        flag="in_flight",
+        help="Unfinished samples at a weight push: the push waits for them (drain), or they continue with the"
+        " new weights, their KV cache recomputed (retract) or kept (in_place). Default: set by --pipeline.",
+    )
+    at_deadline: Literal["wait", "drop"] = _knob(  # to drop them trains fewer long answers
+        "wait",
+        flag="at_deadline",
+        help="At a version's last batch, wait for groups that would be too old later, or drop them. Default: wait.",
+    )
+    max_samples_in_flight: int = _knob(  # one group is admitted in any case
+        1 << 30,
+        least=1,
+        flag="max_samples_in_flight",
+        help="Maximum samples in flight over all engines. Default: --sglang-server-concurrency for each engine.",
+    )
+    max_tries: int = _knob(
+        1,
+        least=1,
+        flag="max_group_tries",
+        help="Tries of a failed group, each from its prompt, before another group replaces it.",
+        given=2,
+    )
+    max_failures_in_row: int = _knob(  # since a group became ready
+        1 << 30,
+        least=1,
+        flag="max_failed_groups",
+        help="End the run after this many failed groups in a row.",
+        given=32,
+    )
     num_fetches: int | None = _knob(None, least=1)
-    max_staleness: int = _knob(0, least=0, flag="max_staleness")
-    lead: float = _knob(0.0, flag="admission_lead")
-    in_flight: Literal["drain", "retract", "in_place"] = _knob("drain", flag="in_flight")
-    at_deadline: Literal["wait", "drop"] = _knob("wait", flag="at_deadline")
     spare_groups: int = _knob(0, least=0)
     samples_per_group: int = _knob(1, least=1)
-    max_samples_in_flight: int = _knob(1 << 30, least=1, flag="max_samples_in_flight")
-    max_tries: int = _knob(1, least=1, flag="max_group_tries")
-    max_failures_in_row: int = _knob(1 << 30, least=1, flag="max_failed_groups")
     exclusive: bool = _knob(False)
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other.
-
-        Raises:
-            ValueError: a setting, its value and the cure.
-        """
+        """Raise ValueError for settings that contradict each other: the setting, its value and the cure."""
         for knob in fields(self):
             value, least = getattr(self, knob.name), knob.metadata["least"]
             if least is not None and value is not None and value < least:

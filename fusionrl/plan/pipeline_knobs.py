@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusionrl.config.config import Config
-from fusionrl.config.run_parts import estimator_of, has_own_rollout, is_streamed
+from fusionrl.config.run_parts import estimator_of, has_own_rollout, is_streamed, knob_of
 from fusionrl.pipeline.knobs import FLAGS, IN_TURN, PIPELINES, Knobs
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def stream_errors(config: Config) -> list[str]:
     if not is_streamed(config):
         return errors
     rollout, flag = config.rollout, f"--pipeline {config.run.pipeline}"
-    if config.cluster.colocate and (config.run.pipeline != "stream" or config.pipelining.max_staleness):
+    if config.cluster.colocate and (config.run.pipeline != "stream" or knob_of(config, "max_staleness")):
         errors.append(
             f"{flag}: with --colocate engines and trainers share devices and work in turn, so nothing can run ahead;"
             f" take --pipeline {IN_TURN} or stream, or leave out --colocate"
@@ -107,18 +107,13 @@ def stream_errors(config: Config) -> list[str]:
         errors.append(
             f"{flag}: --in-flight says what a push does to running samples; leave out --pause-generation-mode"
         )
-    interval, pushes = config.eval.eval_interval, _interval(config)
+    interval, pushes = config.eval.eval_interval, knob_of(config, "fetches_per_push")
     if interval is not None and interval % pushes:
         errors.append(
             f"{flag}: --eval-interval {interval} is not a multiple of the {pushes} rollouts between two pushes"
             " (--update-weights-interval): the engines would have older weights"
         )
     return errors
-
-
-def _interval(config: Config) -> int:
-    interval = config.pipelining.update_weights_interval
-    return int(interval if interval is not None else PIPELINES[config.run.pipeline]["fetches_per_push"])
 
 
 def _worker_errors(config: Config) -> list[str]:

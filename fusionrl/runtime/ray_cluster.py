@@ -241,7 +241,7 @@ def actor_on(
     """A Ray actor class that runs on `bundle` (or on this node). It asks for no CPUs and no GPUs of its own.
 
     Devices are chosen by the plan, so Ray leaves CUDA_VISIBLE_DEVICES alone: it is the node's own list, or a MIG slice
-    (`plan/visible_devices.py`). With `env` None, on a CPU, the process has the environment in which Ray was started; an
+    (`plan/devices.py`). With `env` None, on a CPU, the process has the environment in which Ray was started; an
     environment of its own would start Ray's agent first, and the process twice. `nsys`: options of the profiler that
     it runs under.
     """
