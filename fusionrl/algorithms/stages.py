@@ -52,14 +52,10 @@ class SampleBatch:
     def __post_init__(self) -> None:
         rewards, group_index = np.asarray(self.rewards, np.float64), np.asarray(self.group_index)
         if rewards.ndim != 1 or rewards.shape != group_index.shape:
-            raise ValueError(
-                f"rewards {rewards.shape}, group_index {group_index.shape}: give two equal 1-d shapes"
-            )
+            raise ValueError(f"rewards {rewards.shape}, group_index {group_index.shape}: give two equal 1-d shapes")
         if not np.isfinite(rewards).all():
             bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
-            raise ValueError(
-                f"reward {rewards[bad]} of sample {bad} is not finite; reward functions return a number"
-            )
+            raise ValueError(f"reward {rewards[bad]} of sample {bad} is not finite; reward functions return a number")
         _, group, counts = np.unique(group_index, return_inverse=True, return_counts=True)
         attempts = np.arange(len(rewards)) if self.attempts is None else np.asarray(self.attempts)
         _, firsts = np.unique(attempts, return_index=True)
