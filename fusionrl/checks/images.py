@@ -132,8 +132,7 @@ def check_settings(
     prefix       of their flags, for messages
     environment  default: this process's
 
-    Raises:
-        ValueError: with one of them, the engine sees other images than the trainers, or features of earlier weights.
+    Raises ValueError: with one of them, the engine sees other images than the trainers, or features of earlier weights.
     """
     env = os.environ if environment is None else environment
     if settings.trains_tower and env.get(CACHE_VARIABLE, "0") != "0":

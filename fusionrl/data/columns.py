@@ -39,11 +39,7 @@ class AdapterColumn:
         return cls(args.adapter_key, names) if len(names) > 1 else None
 
     def adapter(self, row: Mapping[str, object], metadata: Mapping[str, object]) -> str:
-        """Return the adapter of a row.
-
-        Raises:
-            FindingError: it names none, or one that the run does not have.
-        """
+        """Return the adapter of a row. FindingError: it names none, or one that the run does not have."""
         values = (row.get(self.key), metadata.get(self.key), self.of_set)
         value = next((value for value in values if value is not None), None)
         if isinstance(value, str) and value in self.names:
@@ -56,11 +52,7 @@ class AdapterColumn:
 
 
 def check_adapter(sample: Sample, names: Sequence[str]) -> None:
-    """Check that a sample names one of several adapters.
-
-    Raises:
-        ValueError: it names another one, or none.
-    """
+    """Check that a sample names one of several adapters. ValueError: it names another one, or none."""
     if names and sample.adapter not in names:
         cure = f"set sample.adapter to one of --lora-adapters ({', '.join(names)})"
         raise ValueError(f"sample {sample.index} has the adapter {sample.adapter!r:.80}; {cure}")

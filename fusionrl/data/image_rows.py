@@ -41,8 +41,7 @@ TakeImage: TypeAlias = Callable[[bytes, ImageLimits, str | None], ImageRef]
 def seen_row(row: Mapping[str, object], prompt: object, key: str) -> SeenRow:
     """Split the texts of a prompt at the placeholders of images, and give each image its value.
 
-    Raises:
-        FindingError: not as many placeholders as images, or parts of other kinds.
+    Raises FindingError: not as many placeholders as images, or parts of other kinds.
     """
     column = _Column(row, key)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -153,8 +152,7 @@ def image_file(value: object, folder: Path) -> ImageFile:
 
     folder  where a relative path begins
 
-    Raises:
-        FindingError: another kind of value, or no such file.
+    Raises FindingError: another kind of value, or no such file.
     """
     if isinstance(value, dict):
         value = value.get("image", value.get("path")) if value.get("bytes") is None else value["bytes"]
@@ -208,8 +206,7 @@ def read_images(
 def header_ref(content: bytes, limits: ImageLimits, source: str | None = None) -> ImageRef:
     """Return a reference without a key to an image file, by its header alone; no store has its pixels.
 
-    Raises:
-        ValueError: no image that can be read, or one that does not fit the limits.
+    Raises ValueError: no image that can be read, or one that does not fit the limits.
     """
     size = limits.fit(*image_size(content))
     return ImageRef("", *size, limits.num_tokens(*size), source)

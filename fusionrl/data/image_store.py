@@ -95,8 +95,7 @@ class ImageStore:
 
         source  its path, where it has one
 
-        Raises:
-            ValueError: no image that can be read, or one that does not fit the limits.
+        Raises ValueError: no image that can be read, or one that does not fit the limits.
         """
         size = limits.fit(*image_size(content))
         key = key_of_file(content, *size)
@@ -146,8 +145,7 @@ class ImageStore:
     def pixels(self, image: ImageRef) -> np.ndarray:
         """Return the normal form, [h, w, 3] uint8, not to be written to.
 
-        Raises:
-            ValueError: its original is gone, or is another one now.
+        Raises ValueError: its original is gone, or is another one now.
         """
         found = self._get("pixels", image.key)
         if isinstance(found, np.ndarray):

@@ -102,8 +102,7 @@ class ImageLimits:
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) of the normal form of an image of this size.
 
-        Raises:
-            ValueError: it has no pixels, or is too thin.
+        Raises ValueError: it has no pixels, or is too thin.
         """
         if self.pads:
             return padded_size(height, width, self.unit, self.max_pixels)
@@ -132,8 +131,7 @@ def smart_resize(height: int, width: int, unit: int, min_pixels: int, max_pixels
 
     The function of Qwen2-VL's processor (arXiv:2409.12191), and of its successors.
 
-    Raises:
-        ValueError: no pixels, or one side over `MAX_ASPECT` times the other.
+    Raises ValueError: no pixels, or one side over `MAX_ASPECT` times the other.
     """
     _check_pixels(height, width)
     if max(height, width) > MAX_ASPECT * min(height, width):
@@ -154,8 +152,7 @@ def padded_size(height: int, width: int, unit: int, max_pixels: int) -> tuple[in
     As Kimi-VL's processor pads, which lets the padding exceed the limit and so would make the result smaller again. A
     larger image is scaled down until it fits with its padding.
 
-    Raises:
-        ValueError: no pixels.
+    Raises ValueError: no pixels.
     """
     _check_pixels(height, width)
     scale = min(1.0, math.sqrt(max_pixels / (height * width)))
@@ -181,8 +178,7 @@ def _check_pixels(height: int, width: int) -> None:
 def image_size(content: bytes) -> tuple[int, int]:
     """Return (height, width) of an image file, upright; reads its header alone.
 
-    Raises:
-        ValueError: no image that can be read.
+    Raises ValueError: no image that can be read.
     """
     image, turn = _opened(content)
     width, height = image.size
@@ -190,11 +186,7 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 
 def decoded(content: bytes) -> Image:
-    """Return the first frame of an image file, upright, in RGB.
-
-    Raises:
-        ValueError: no image that can be read.
-    """
+    """Return the first frame of an image file, upright, in RGB. ValueError: no image that can be read."""
     from PIL.Image import Transpose
 
     image, turn = _opened(content)
@@ -251,8 +243,7 @@ def as_rgb(image: Image) -> Image:
 def normal_form(image: bytes | Image, limits: ImageLimits) -> np.ndarray:
     """Return [h, w, 3] uint8, the normal form of an image file or of an image in RGB.
 
-    Raises:
-        ValueError: no image that can be read, or one that does not fit the limits.
+    Raises ValueError: no image that can be read, or one that does not fit the limits.
     """
     picture = decoded(image) if isinstance(image, bytes) else image
     return resized(picture, *limits.fit(picture.height, picture.width), limits.pads)
@@ -295,8 +286,7 @@ def expanded(ids: Sequence[int] | np.ndarray, images: Sequence[ImageRef], placeh
 
     start  place of the first id in the sample's expanded ids
 
-    Raises:
-        ValueError: another number of placeholders than of images.
+    Raises ValueError: another number of placeholders than of images.
     """
     tokens = np.asarray(ids, np.int32)
     places = np.flatnonzero(tokens == placeholder)
@@ -382,11 +372,7 @@ class ProcessorFiles:
     start: int | None = None
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ProcessorFiles:
-        """Return the same with other limits of pixels, where they are given.
-
-        Raises:
-            ValueError: no image fits them.
-        """
+        """Return the same with other limits of pixels, where they are given. ValueError: no image fits them."""
         limits = self.limits
         least, most = min_pixels or limits.min_pixels, max_pixels or limits.max_pixels
         if most < limits.unit**2:
@@ -407,8 +393,7 @@ class ProcessorFiles:
 def read_processor_files(folder: str | Path) -> ProcessorFiles:
     """Read preprocessor_config.json, or where transformers 5 puts the same, and config.json.
 
-    Raises:
-        ValueError: the folder is not of a model that takes images, or a file holds something else than numbers.
+    Raises ValueError: the folder is not of a model that takes images, or a file holds something else than numbers.
     """
     folder = Path(folder)
     nested: Any = (read_object(folder / "processor_config.json") or {}).get("image_processor")
@@ -437,8 +422,7 @@ def widest_limits(folder: str | Path, pixels: Sequence[tuple[int | None, int | N
 
     pixels  (least, most) of each set; None: those of the folder
 
-    Raises:
-        ValueError: as `read_processor_files` and `ProcessorFiles.limited`.
+    Raises ValueError: as `read_processor_files` and `ProcessorFiles.limited`.
     """
     limits = [read_processor_files(folder).limited(*pair).limits for pair in pixels]
     least, most = min(limit.min_pixels for limit in limits), max(limit.max_pixels for limit in limits)

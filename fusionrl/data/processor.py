@@ -71,8 +71,7 @@ class Processor:
 
         A placeholder of a text means the next image, and is expanded to all its tokens.
 
-        Raises:
-            ValueError: videos, or another number of placeholders than of images.
+        Raises ValueError: videos, or another number of placeholders than of images.
         """
         if videos:
             raise ValueError("videos are not trained on")
@@ -199,8 +198,7 @@ def train_inputs(images: Sequence[ImageRef], processor: ProcessorFiles | None = 
 def as_ref(value: object, processor: ProcessorFiles | None) -> ImageRef:
     """Return the reference to an image that a hook or a tool gives: of PIL, or as in a row of the data.
 
-    Raises:
-        ValueError: it cannot be read, or does not fit.
+    Raises ValueError: it cannot be read, or does not fit.
     """
     if isinstance(value, ImageRef):
         return value

@@ -118,8 +118,7 @@ def metadata_and_tools(
 
     Tools are those of --tool-key, or else those of the metadata; both end in the metadata.
 
-    Raises:
-        ValueError: another kind of value.
+    Raises ValueError: another kind of value.
     """
     metadata = read_metadata(row.get(columns.metadata_key), columns.metadata_key)
     tools = read_tools(row.get(columns.tool_key), columns.tool_key) if columns.tool_key else None
@@ -162,8 +161,7 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
 
     A row that holds tokens and their loss mask becomes a sample that has both.
 
-    Raises:
-        ValueError: a malformed row, with its line number.
+    Raises ValueError: a malformed row, with its line number.
     """
     from fusionrl.data.supervised import token_sample, with_images
 
@@ -194,8 +192,7 @@ def load_prompts(
 ) -> PromptDataset:
     """Read, render and tokenize every prompt of a file; with `keeps_messages` messages stay as they are, uncounted.
 
-    Raises:
-        ValueError: a malformed row (with its line number), or no prompt left under the length limit.
+    Raises ValueError: a malformed row (with its line number), or no prompt left under the length limit.
     """
     samples: list[Sample] = []
     too_long = 0
@@ -241,8 +238,7 @@ def prompt_ids(
 ) -> tuple[np.ndarray, Sequence[ImageSpan]]:
     """Return the ids of a rendered prompt, expanded, and the spans of its images.
 
-    Raises:
-        FindingError: the text has another number of placeholders than there are images.
+    Raises FindingError: the text has another number of placeholders than there are images.
     """
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
     if columns.images is None:
@@ -260,8 +256,7 @@ def prompt_ids(
 def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
     """Return whether a text exceeds the limit of tokens by its characters alone: counting tokens could take minutes.
 
-    Raises:
-        ValueError: without a limit, the text has more characters than are counted.
+    Raises ValueError: without a limit, the text has more characters than are counted.
     """
     if max_prompt_len is not None:
         return len(text) > min(MAX_PROMPT_CHARACTERS, MAX_TOKEN_CHARACTERS * max_prompt_len)
@@ -285,9 +280,8 @@ def rendered_prompt(
 ) -> Rendered:
     """Render a prompt by the chat template when asked, or take it as it stands.
 
-    Raises:
-        ValueError: a list of messages without --apply-chat-template, a tokenizer without a template, or a template
-            that refuses the messages, or leaves out more of them than a prompt may lose.
+    Raises ValueError: a list of messages without --apply-chat-template, a tokenizer without a template, or a template
+    that refuses the messages, or leaves out more of them than a prompt may lose.
     """
     if not columns.apply_chat_template:
         if not isinstance(prompt, str):

@@ -118,8 +118,7 @@ def normal_form(messages: Messages) -> list[Message]:
     Content is text, except where another than the assistant said it in several parts: templates that know parts decide
     what stands between them.
 
-    Raises:
-        ValueError: `tool_calls` is not a list of objects.
+    Raises ValueError: `tool_calls` is not a list of objects.
     """
     names: dict[str, object] = {}  # id of a call → name of its function
     return [_normal_message(message, names) for message in messages]
@@ -210,11 +209,7 @@ def _without_nulls(value: Mapping[str, object]) -> Message:
 
 
 def objects(values: object) -> list[Message]:
-    """Return a list of a message, of which each value is an object.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """Return a list of a message, of which each value is an object. ValueError: it is another one."""
     if not isinstance(values, list | tuple) or not all(isinstance(value, dict) for value in values):
         raise ValueError(f"a message holds {values!r:.80} where a list of objects is wanted")
     return list(values)
@@ -397,8 +392,7 @@ class TemplateError(ValueError):
 def call_template(render: Callable[..., object], *args: object, **kwargs: object) -> str:
     """Return the text that `render(*args, **kwargs)` makes by a chat template.
 
-    Raises:
-        TemplateError: with the template's own words.
+    Raises TemplateError: with the template's own words.
     """
     try:
         return str(render(*args, **kwargs))
@@ -425,8 +419,7 @@ def tokens_after_assistant(
     end_token  the token by which the model ended its turn; None where it did not (a stop string did): then the
                template's own end marker comes first
 
-    Raises:
-        ValueError: the template cannot render such messages, or not as a continuation of the turn; names it.
+    Raises ValueError: the template cannot render such messages, or not as a continuation of the turn; names it.
     """
 
     def render(conversation: Sequence[Mapping[str, object]], for_answer: bool) -> str:

@@ -342,8 +342,7 @@ def see(row: Mapping[str, object], columns: PromptColumns, is_sft: bool = False)
 
     Supervised, a text with images and its response are a conversation: a template says how an image is marked.
 
-    Raises:
-        FindingError: placeholders and images do not fit together.
+    Raises FindingError: placeholders and images do not fit together.
     """
     prompt = row.get(columns.input_key)
     if columns.images is None:

@@ -58,8 +58,7 @@ class PromptSet:
 def parse_set(spec: str | Path, flag: str = "--prompt-data") -> PromptSet:
     """Read `[NAME=]PATH[:SPLIT][@[START:STOP]]`; what exists as it stands is a path, whatever its characters.
 
-    Raises:
-        ValueError: a slice that is none.
+    Raises ValueError: a slice that is none.
     """
     if isinstance(spec, Path) or Path(spec).exists():
         return PromptSet(Path(spec))
@@ -78,8 +77,7 @@ def parse_set(spec: str | Path, flag: str = "--prompt-data") -> PromptSet:
 def parse_sets(specs: Iterable[str]) -> list[PromptSet]:
     """Read several; their names must differ, since samples and metrics bear them.
 
-    Raises:
-        ValueError: as `parse_set`, or two sets of one name.
+    Raises ValueError: as `parse_set`, or two sets of one name.
     """
     sets = [parse_set(spec) for spec in specs]
     names = [prompt_set.name for prompt_set in sets]
@@ -92,8 +90,7 @@ def parse_sets(specs: Iterable[str]) -> list[PromptSet]:
 def read_rows(spec: str | Path, flag: str = "--prompt-data") -> Iterator[tuple[str, Row]]:
     """(place, row) of a set, the place being `line 3` in a file of lines and `row 3` elsewhere, both from 1.
 
-    Raises:
-        ValueError: nothing readable there, or a line that is not a JSON object; names `flag`, file and place.
+    Raises ValueError: nothing readable there, or a line that is not a JSON object; names `flag`, file and place.
     """
     for place, row in scan_rows(spec, flag):
         if isinstance(row, ValueError):
@@ -304,8 +301,7 @@ def choose_split(folder: Path, split: str | None, where: str) -> list[Path]:
 
     where  how the folder is called in messages
 
-    Raises:
-        ValueError: no such split, or several; names those that there are.
+    Raises ValueError: no such split, or several; names those that there are.
     """
     splits = find_splits(folder)
     fitting = [key for key in splits if split is not None and key[1] == split]
@@ -358,8 +354,7 @@ class StrictDecoder:
     def parse(self, text: str) -> object:
         """The value of a JSON text.
 
-        Raises:
-            ValueError: no JSON, a key twice in one object, a number of too many digits, or too many levels.
+        Raises ValueError: no JSON, a key twice in one object, a number of too many digits, or too many levels.
         """
         value, end = self.decode(text, 0 if text[:1] == "{" else after_space(text, 0))
         if text[end:] not in ("", "\n") and after_space(text, end) != len(text):
@@ -371,8 +366,7 @@ class StrictDecoder:
     def decode(self, text: str, start: int) -> tuple[object, int]:
         """(value that begins at `start`, position behind it); the value is a DuplicateKey where it holds one.
 
-        Raises:
-            ValueError: as `parse`, but for the key.
+        Raises ValueError: as `parse`, but for the key.
         """
         self._double.clear()
         try:
@@ -404,8 +398,7 @@ def after_space(text: str, start: int) -> int:
 def read_lines(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     """(`line 3`, its object or what is wrong with it) of each line that is not blank.
 
-    Raises:
-        ValueError: the file holds something else than text, or a line that is too long to read.
+    Raises ValueError: the file holds something else than text, or a line that is too long to read.
     """
     decoder = StrictDecoder()
     with path.open("rb") as file:
@@ -432,8 +425,7 @@ def _read_row(decoder: StrictDecoder, line: bytes) -> Row | ValueError:
 def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     """(`row 3`, its object or what is wrong with it) of each element of the array that a file holds.
 
-    Raises:
-        ValueError: no JSON array; names the row where reading stops.
+    Raises ValueError: no JSON array; names the row where reading stops.
     """
     decoder, number = StrictDecoder(), 0
     text = path.read_bytes().decode("utf-8-sig")
@@ -459,8 +451,7 @@ def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
 def read_metadata(value: object, key: str) -> dict[str, object]:
     """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
 
-    Raises:
-        ValueError: no JSON object.
+    Raises ValueError: no JSON object.
     """
     parsed = _from_json(value, key)
     if parsed is not None and not isinstance(parsed, dict):
@@ -469,11 +460,7 @@ def read_metadata(value: object, key: str) -> dict[str, object]:
 
 
 def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
-    """The list of tools, or JSON text of it; None for an empty one.
-
-    Raises:
-        ValueError: no list of tools.
-    """
+    """The list of tools, or JSON text of it; None for an empty one. ValueError: no list of tools."""
     parsed = _from_json(value, key)
     if parsed is None or (isinstance(parsed, list) and all(isinstance(tool, dict) for tool in parsed)):
         return parsed or None

@@ -166,8 +166,7 @@ class Sample:
     def array(self, name: str) -> np.ndarray | None:
         """Return a field as an array, of the dtype that it is packed in; None where it is None. The field stays as is.
 
-        Raises:
-            ValueError, TypeError, OverflowError: a value is not a number, or its dtype cannot hold it.
+        Raises ValueError, TypeError, OverflowError: a value is not a number, or its dtype cannot hold it.
         """
         value = self.__dict__[name]
         if value is None or isinstance(value, np.ndarray):
@@ -210,8 +209,7 @@ class Sample:
         meta_info          what SGLang's /generate answers under this name: its weight versions and, with
         `update_terminal_info`, its finish reason are the defaults of `versions` and `finish_reason`.
 
-        Raises:
-            ValueError: trainable tokens without log-probs, or lengths that differ.
+        Raises ValueError: trainable tokens without log-probs, or lengths that differ.
         """
         tokens = () if tokens is None else tokens
         count = len(tokens)
@@ -303,8 +301,7 @@ class Sample:
     def validate(self) -> None:
         """Check that what runs over the response is as long as the response.
 
-        Raises:
-            ValueError: names the sample, the field and both lengths.
+        Raises ValueError: names the sample, the field and both lengths.
         """
         held, length, count = self.__dict__, self.response_length, self.num_tokens
         if length > count:
@@ -331,8 +328,7 @@ class Sample:
     def get_reward_value(self, args: object) -> Any:
         """Return the reward as a number; of a dict the value of `args.reward_key`, or, as in slime, all of it without.
 
-        Raises:
-            ValueError: names the sample: a dict without that key, or no finite number.
+        Raises ValueError: names the sample: a dict without that key, or no finite number.
         """
         key = getattr(args, "reward_key", None)
         if isinstance(self.reward, dict) and not key:
@@ -454,8 +450,7 @@ def _finish_reason(meta_info: Mapping[str, object]) -> str | None:
 def reward_value(reward: object, key: str | None, flag: str) -> float:
     """One number out of a reward that may be a dict.
 
-    Raises:
-        ValueError: no reward, a dict without `key`, or no finite number.
+    Raises ValueError: no reward, a dict without `key`, or no finite number.
     """
     if isinstance(reward, dict):
         if key is None:

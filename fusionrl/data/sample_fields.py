@@ -122,9 +122,7 @@ DTYPES = {
 def packed(name: str, value: object) -> np.ndarray:
     """A field's numbers as an array; a mask may hold shares between 0 and 1.
 
-    Raises:
-        ValueError: a whole number that its dtype cannot hold.
-        TypeError: it holds something else.
+    Raises ValueError: a whole number that its dtype cannot hold. TypeError: it holds something else.
     """
     array = np.asarray(value)
     if array.dtype == DTYPES[name]:
@@ -235,8 +233,7 @@ GREEDY_BELOW = 1e-6  # SGLang takes the likeliest token below it, and gives log-
 def scored_at(temperature: object) -> float:
     """Return the temperature of an engine's log-probs for a request with `temperature` (SGLang's default: 1).
 
-    Raises:
-        ValueError: it is not a finite number of at least 0.
+    Raises ValueError: it is not a finite number of at least 0.
     """
     value = 1.0 if temperature is None else temperature
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value < np.inf:
@@ -285,8 +282,7 @@ def note_temperature(sample: Sample, start: int, temperature: object) -> None:
 def temperatures_of(sample: Sample, default: float) -> np.ndarray | None:
     """[response_length] fp32 temperatures of a sample; None where all are `default`, that of unknown tokens.
 
-    Raises:
-        ValueError: a temperature is not a positive number; names the sample.
+    Raises ValueError: a temperature is not a positive number; names the sample.
     """
     held: Any = sample.temperature
     if held is None or (np.ndim(held) == 0 and held == default):

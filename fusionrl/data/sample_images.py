@@ -68,8 +68,7 @@ def prompt_images(sample: Sample) -> dict[str, object]:
 def expand_prompt(sample: Sample, ids: np.ndarray) -> np.ndarray:
     """Return the ids of the prompt of a sample without tokens, expanded; the sample gets the places of its images.
 
-    Raises:
-        ValueError: the ids do not have one placeholder for each image.
+    Raises ValueError: the ids do not have one placeholder for each image.
     """
     vars(sample).update(prompt_images(sample))
     if not vars(sample)["multimodal_inputs"] or IMAGES.processor is None:
@@ -141,9 +140,8 @@ def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
     tokens. The images that have no place follow those that have, and each is the next run of placeholders, of its
     length, that is not trained on. Without a place of its own, an image that came with the row was not shown.
 
-    Raises:
-        ValueError: an image has no such run, or came in another's stead after `generate_turn` had sent that one; or
-            `multimodal_train_inputs` has other pixels than the images.
+    Raises ValueError: an image has no such run, or came in another's stead after `generate_turn` had sent that one; or
+    `multimodal_train_inputs` has other pixels than the images.
     """
     fields = vars(sample)
     values, pixels = _given(sample), fields["multimodal_train_inputs"]
@@ -209,8 +207,7 @@ def _placed(sample: Sample, images: Sequence[ImageRef], has_own: bool, processor
 def _check_pixels(sample: Sample, inputs: object, images: Sequence[ImageRef], processor: ProcessorFiles) -> None:
     """Check that what a hook has set as `multimodal_train_inputs` are the pixels of the images, less than a level off.
 
-    Raises:
-        ValueError: they are others: engines and trainers would see different images.
+    Raises ValueError: they are others: engines and trainers would see different images.
     """
     if not isinstance(inputs, Mapping) or inputs.get("pixel_values") is None:
         return

@@ -169,8 +169,7 @@ def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int
     tokens are whole numbers in [0, vocab_size), log-probs finite and at most 0, masks between 0 and 1, weight versions
     whole numbers from -1 on, experts in [-1, num_experts). Lengths are `Sample.validate`'s, which this calls.
 
-    Raises:
-        ValueError: names the sample, the field, the value and its place.
+    Raises ValueError: names the sample, the field, the value and its place.
     """
     sample.validate()
     held = vars(sample)
@@ -221,8 +220,7 @@ def _first_strange(values: np.ndarray | Sequence[object]) -> str:
 def read_samples(path: Path, vocab_size: int | None = None, num_experts: int | None = None) -> list[Sample]:
     """Saved samples, a JSON object each line (`Sample.to_dict`), each checked by `check_values`.
 
-    Raises:
-        ValueError: names file, line and what is wrong.
+    Raises ValueError: names file, line and what is wrong.
     """
     samples = []
     with path.open("rb") as lines:  # not splitlines: a response may hold other ends of lines
@@ -309,8 +307,7 @@ def samples_of(
     weight_versions, rollout_routed_experts, truncated, sample_indices, group_index and metadata may be. A sample whose
     index is that of one of `originals` belongs to its group, and is not trained on if the original is not.
 
-    Raises:
-        ValueError: names `flag` and what is missing or of another length.
+    Raises ValueError: names `flag` and what is missing or of another length.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{flag}: it returned {type(data).__name__}; expected a dict of lists")
@@ -352,8 +349,7 @@ def samples_of(
 def check_rewards(raw: Sequence[float], rewards: Sequence[float], flag: str) -> None:
     """Refuse rewards of a user's function from which no advantage can be computed.
 
-    Raises:
-        ValueError: one is not finite; names `flag` and where it stands.
+    Raises ValueError: one is not finite; names `flag` and where it stands.
     """
     for name, values in (("raw_reward", raw), ("rewards", rewards)):
         for i, value in enumerate(values):

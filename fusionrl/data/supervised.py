@@ -34,8 +34,7 @@ _LARGEST_ID = int(np.iinfo(np.int32).max)
 def token_columns(sample: Sample) -> dict[str, np.ndarray]:
     """Return both columns of a sample: the mask runs over all tokens, and is 0 on the prompt's. An image has one token.
 
-    Raises:
-        ValueError: the sample's fields do not fit together.
+    Raises ValueError: the sample's fields do not fit together.
     """
     sample.validate()
     mask = np.concatenate([np.zeros(sample.prompt_length, np.float32), response_mask(sample)])
@@ -86,8 +85,7 @@ def conversation_to_sample(
 ) -> Sample:
     """A sample of a conversation: the response begins at the first trained token; what follows the last is left out.
 
-    Raises:
-        ValueError: nothing to train on, or no right mask can be made (see `get_loss_mask`).
+    Raises ValueError: nothing to train on, or no right mask can be made (see `get_loss_mask`).
     """
     tokens, mask = masks.get_loss_mask(messages, tools)
     if 1 not in mask:
@@ -113,8 +111,7 @@ def _sample(
 def with_images(sample: Sample, images: Sequence[ImageRef], placeholder: int) -> Sample:
     """Return a sample whose tokens have one placeholder for each of its images, expanded.
 
-    Raises:
-        ValueError: another number of placeholders than of images, or an image that is to be trained on.
+    Raises ValueError: another number of placeholders than of images, or an image that is to be trained on.
     """
     whole = expanded(np.asarray(sample.array("tokens")), images, placeholder)
     mask = np.concatenate([np.zeros(sample.prompt_length, np.int32), np.asarray(sample.array("loss_mask"))])
@@ -141,9 +138,8 @@ class SupervisedSamples:
     def make(self, prompt: object, label: object, tools: object = None) -> Sample:
         """Return the sample of a row: a list of messages, or text with its response.
 
-        Raises:
-            ValueError: a conversation that nothing can be trained on or no right mask can be made of, or a text prompt
-                without a text label.
+        Raises ValueError: a conversation that nothing can be trained on or no right mask can be made of, or a text
+        prompt without a text label.
         """
         if isinstance(prompt, list):
             return conversation_to_sample(prompt, self._masks, tools)
@@ -230,8 +226,7 @@ class MultiTurnLossMaskGenerator:
     template_kwargs  keyword arguments of the chat template, as the engines use them. What the generation prompt then
                      holds behind the header (Qwen3 with enable_thinking false: an empty thought) is not trained on.
 
-    Raises:
-        ValueError: an unknown type, or a tokenizer that has no chat template or gives no character offsets.
+    Raises ValueError: an unknown type, or a tokenizer that has no chat template or gives no character offsets.
     """
 
     def __init__(
@@ -260,9 +255,8 @@ class MultiTurnLossMaskGenerator:
         That is the content, thoughts that the template keeps, tool calls and the end marker; not the header, and not
         a line break behind the marker. A turn whose message has `step_loss_mask: 0` or `weight: 0` is 0 throughout.
 
-        Raises:
-            ValueError: no assistant turn, a `step_loss_mask` or `weight` that is neither 0 nor 1, a template that
-                leaves a field out, or one for which this way gives no right mask.
+        Raises ValueError: no assistant turn, a `step_loss_mask` or `weight` that is neither 0 nor 1, a template that
+        leaves a field out, or one for which this way gives no right mask.
         """
         are_trained = [is_trained(message) for message in messages if message.get("role") == "assistant"]
         if not are_trained:
@@ -422,8 +416,7 @@ class MultiTurnLossMaskGenerator:
 def is_trained(message: Mapping[str, object]) -> bool:
     """Return whether the turn of an assistant's message is trained on, by its `step_loss_mask` or `weight`.
 
-    Raises:
-        FindingError: one of them is neither 0 nor 1, or they differ.
+    Raises FindingError: one of them is neither 0 nor 1, or they differ.
     """
     values = {key: message[key] for key in (STEP_LOSS_MASK, WEIGHT) if message.get(key) is not None}
     for key, value in values.items():

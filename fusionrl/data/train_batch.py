@@ -151,8 +151,7 @@ class TrainShard:
 def flat_field(name: str, values: Sequence[object]) -> np.ndarray:
     """Join per-sample values of the field `name` into its flat array.
 
-    Raises:
-        ValueError: a value that cannot be cast to the field's type.
+    Raises ValueError: a value that cannot be cast to the field's type.
     """
     spec = FIELDS[name]
     try:
