@@ -17,19 +17,17 @@ from fusionrl.data.images import ImageSpan, interned, span_problem
 from fusionrl.data.sample_fields import (
     DTYPES,
     UNKNOWN_VERSION,
-    DefaultField,
-    ImagesField,
-    ListField,
+    HookField,
     PrefixCacheInfo,
-    PromptField,
     SpecInfo,
-    TrainInputsField,
-    extended_versions,
-    joined,
     names_turns,
     packed,
+    read_images,
+    read_list,
+    read_train_inputs,
     split_versions,
     token_versions,
+    write_prompt,
 )
 from fusionrl.observe.formats import to_jsonable
 
@@ -70,6 +68,10 @@ _RARE: dict[str, object] = {
 }
 
 
+def _never_none(make: Callable[[], object]) -> Callable[[dict[str, Any], object], object]:
+    return lambda fields, value: make() if value is None else value
+
+
 @dataclass(eq=False, repr=False)  # arrays have no single truth value to compare by; a sample is equal to itself
 class Sample:
     """One sample of a rollout.
@@ -80,7 +82,7 @@ class Sample:
     weight_versions    [response_length], weight version that generated each token, of a tool's tokens that of the token
                        before; -1: not known. slime has a list with one text a turn here: a function may append such
                        texts (`rollout.weight_versions` finds their tokens)
-                       A hook reads these four as Python lists, as in slime (`ListField`), and may write any sequence
+                       A hook reads these four as Python lists, as in slime (`read_list`), and may write any sequence
                        of numbers. fusionrl's own code reads `array(name)`.
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
@@ -283,18 +285,21 @@ class Sample:
         held = self.__dict__[name]
         if isinstance(held, list):
             held += new.tolist()
-        elif held is None:
-            held = np.full(self.response_length, default, DTYPES[name])
-            self.__dict__[name] = joined(held, new)
-        else:
-            self.__dict__[name] = joined(packed(name, held), new)
+            return
+        held = np.full(self.response_length, default, DTYPES[name]) if held is None else packed(name, held)
+        self.__dict__[name] = np.concatenate([held, new.astype(held.dtype, copy=False)])
 
     def _extend_versions(self, new: np.ndarray) -> None:
-        """Extend the weight versions of the response: a hook's list in place."""
-        held = self.__dict__["weight_versions"]
-        versions = extended_versions(held, self.response_length, new)
+        """Extend the weight versions of the response, a hook's list in place.
+
+        Texts of turns stay behind them: `rollout.weight_versions` finds the tokens that they are of.
+        """
+        held, length = self.__dict__["weight_versions"], self.response_length
+        known, texts = split_versions(held) if held is None or names_turns(held) else (held, [])
+        before = np.asarray(known[:length], np.int32)
+        versions = np.concatenate([before, np.full(length - len(before), UNKNOWN_VERSION, np.int32), new])
         if isinstance(held, list):
-            held[:] = versions if isinstance(versions, list) else versions.tolist()
+            held[:] = [*versions.tolist(), *texts]
         else:
             self.weight_versions = versions
 
@@ -381,13 +386,14 @@ class Sample:
 
 
 # After the dataclass is made, so that these replace its plain fields.
-for _name in LIST_FIELDS:
-    setattr(Sample, _name, ListField(_name))
-Sample.multimodal_inputs = ImagesField("multimodal_inputs")  # type: ignore[assignment]
-Sample.multimodal_train_inputs = TrainInputsField("multimodal_train_inputs")  # type: ignore[assignment]
-for _name, _make in _MADE.items():
-    setattr(Sample, _name, DefaultField(_name, _make))
-Sample.prompt = PromptField("prompt")  # type: ignore[assignment]
+for _field in (
+    *(HookField(name, read=read_list) for name in LIST_FIELDS),
+    HookField("multimodal_inputs", read=read_images),
+    HookField("multimodal_train_inputs", read=read_train_inputs),
+    HookField("prompt", write=write_prompt),
+    *(HookField(name, write=_never_none(make)) for name, make in _MADE.items()),
+):
+    setattr(Sample, _field.name, _field)
 
 
 def stored_fields(sample: Sample) -> dict[str, Any]:

@@ -16,95 +16,76 @@ if TYPE_CHECKING:
     from fusionrl.data.sample import Sample
 
 
-class _StoredField:
-    """A field that is read and set as it is stored."""
+class HookField:
+    """A field that hooks read, or write, in another form than it is stored in; fusionrl's own code reads `vars`.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    read   (the sample's fields, name of this one) → what a hook gets; None: the field as it is stored
+    write  (the sample's fields, the value of a hook) → what is stored; None: the value as it is
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[dict[str, Any], str], object] | None = None,
+        write: Callable[[dict[str, Any], Any], object] | None = None,
+    ) -> None:
+        self.name, self.read, self.write = name, read, write
 
     def __get__(self, sample: object | None, owner: type | None = None) -> Any:
         """Return the field."""
         if sample is None:
             return self
-        try:
-            return sample.__dict__[self.name]
-        except KeyError:
-            raise AttributeError(self.name) from None
+        fields = sample.__dict__
+        if self.name not in fields:
+            raise AttributeError(self.name)
+        return fields[self.name] if self.read is None else self.read(fields, self.name)
 
     def __set__(self, sample: object, value: object) -> None:
-        sample.__dict__[self.name] = value
+        fields = sample.__dict__
+        fields[self.name] = value if self.write is None else self.write(fields, value)
 
 
-class ListField(_StoredField):
-    """A field that hooks read as a list, as in slime; fusionrl stores an array and reads it with `Sample.array`.
+def read_list(fields: dict[str, Any], name: str) -> object:
+    """Return a list in place of an array, as in slime; it stays in the sample, so that appended values do, too.
 
-    The list that a hook reads replaces the array, so that appended values stay; `Sample.pack` makes an array of it
-    again. A list belongs to one sample: `append_response_tokens` extends the lists of the response in place, as
-    slime's functions expect that keep one in a variable. Tokens become a new array instead, for a hook may have set the
-    prompt's own list.
+    `Sample.pack` makes an array of it again. A list belongs to one sample: `append_response_tokens` extends the lists
+    of the response in place, as slime's functions expect that keep one in a variable. Tokens become a new array
+    instead, for a hook may have set the prompt's own list.
     """
-
-    def __get__(self, sample: object | None, owner: type | None = None) -> Any:
-        """Return the field; an array becomes a list, which stays in the sample."""
-        value = super().__get__(sample, owner)
-        if sample is not None and isinstance(value, np.ndarray):
-            value = sample.__dict__[self.name] = value.tolist()
-        return value
+    if isinstance(fields[name], np.ndarray):
+        fields[name] = fields[name].tolist()
+    return fields[name]
 
 
-class DefaultField(_StoredField):
-    """One of slime's fields, never None: where a hook or a file sets None, it is `make()`."""
+def read_images(fields: dict[str, Any], name: str) -> object:
+    """Return slime's `multimodal_inputs`: of a sample with spans {"images": images of PIL, "videos": None}.
 
-    def __init__(self, name: str, make: Callable[[], object]) -> None:
-        super().__init__(name)
-        self.make = make
-
-    def __set__(self, sample: object, value: object) -> None:
-        sample.__dict__[self.name] = self.make() if value is None else value
-
-
-class PromptField(_StoredField):
-    """The prompt: the ids made of it when the data was read are forgotten when a hook writes another one."""
-
-    def __set__(self, sample: object, value: object) -> None:
-        attributes = sample.__dict__
-        if attributes.get("prompt_tokens") is not None and attributes["prompt"] != value:
-            attributes["prompt_tokens"] = None
-            if attributes.get("image_spans") and not len(attributes["tokens"]):  # the places are other ones now
-                attributes["multimodal_inputs"] = sample.multimodal_inputs  # type: ignore[attr-defined]
-                attributes["image_spans"] = ()
-        attributes["prompt"] = value
-
-
-class ImagesField(_StoredField):
-    """slime's `multimodal_inputs`: of a sample with `image_spans` {"images": images of PIL, "videos": None}.
-
-    The dictionary stays in the sample once a hook has read it: images that the hook appends are the sample's, too. Its
-    images read their pixels at their first use.
+    The dictionary stays in the sample: images that a hook appends are the sample's, too.
     """
-
-    def __get__(self, sample: object | None, owner: type | None = None) -> object:
-        """Return the field."""
-        value = super().__get__(sample, owner)
-        if sample is None or value is not None or not (spans := sample.__dict__.get("image_spans")):
-            return value
+    if fields[name] is None and (spans := fields.get("image_spans")):
         from fusionrl.data.processor import image_inputs  # imports PIL
 
-        value = sample.__dict__[self.name] = image_inputs([image for _, image in spans])
-        return value
+        fields[name] = image_inputs([image for _, image in spans])
+    return fields[name]
 
 
-class TrainInputsField(_StoredField):
-    """slime's `multimodal_train_inputs`: {"pixel_values", "image_grid_thw"} of the images, made when it is read."""
+def read_train_inputs(fields: dict[str, Any], name: str) -> object:
+    """Return slime's `multimodal_train_inputs`: {"pixel_values", "image_grid_thw"} of the images, made at each call."""
+    if fields[name] is not None or not (spans := fields.get("image_spans")):
+        return fields[name]
+    from fusionrl.data.processor import train_inputs
 
-    def __get__(self, sample: object | None, owner: type | None = None) -> object:
-        """Return the field."""
-        value = super().__get__(sample, owner)
-        if sample is None or value is not None or not (spans := sample.__dict__.get("image_spans")):
-            return value
-        from fusionrl.data.processor import train_inputs
+    return train_inputs([image for _, image in spans])
 
-        return train_inputs([image for _, image in spans])
+
+def write_prompt(fields: dict[str, Any], prompt: object) -> object:
+    """Forget the ids that were made of another prompt when the data was read, and where its images are in them."""
+    if fields.get("prompt_tokens") is not None and fields["prompt"] != prompt:
+        fields["prompt_tokens"] = None
+        if fields.get("image_spans") and not len(fields["tokens"]):
+            fields["multimodal_inputs"] = read_images(fields, "multimodal_inputs")
+            fields["image_spans"] = ()
+    return prompt
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -140,10 +121,6 @@ def packed(name: str, value: object) -> np.ndarray:
             place = int(np.argmax(array == wrong))
             raise ValueError(f"{name} holds {wrong} at place {place}; it must be within {least}..{most}")
     return array.astype(dtype, copy=False)
-
-
-def joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    return np.concatenate([first, second.astype(first.dtype, copy=False)])
 
 
 # ------------------------------------------------------------------------------------------------ counts
@@ -344,22 +321,3 @@ def token_versions(meta_info: Mapping[str, object], count: int) -> np.ndarray:
         versions[start:end] = as_version(span["version"])
         start = end
     return versions
-
-
-def extended_versions(held: Any, num_held: int, new: np.ndarray) -> np.ndarray | list[Any]:
-    """Return the versions of a response with those of further tokens.
-
-    Texts of turns stay behind them: `rollout.weight_versions` finds the tokens that they are of.
-
-    Args:
-        held: `weight_versions`, as a sample has them.
-        num_held: tokens of the response so far.
-        new: [n] int32
-    """
-    if held is None and not num_held:
-        return new
-    known, texts = split_versions(held) if held is None or names_turns(held) else (held, [])
-    before = np.asarray(known[:num_held], np.int32)
-    missing = np.full(num_held - len(before), UNKNOWN_VERSION, np.int32)
-    joined = np.concatenate([before, missing, new])
-    return [*joined.tolist(), *texts] if texts else joined
