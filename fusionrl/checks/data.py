@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fusionrl.base.imports import quiet
 from fusionrl.checks.images import image_text, usable_columns
-from fusionrl.checks.rewards import run_label_check
+from fusionrl.checks.rewards import label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
 from fusionrl.data.columns import LOSS_MASK, TOKENS, PromptColumns, holds_tokens
@@ -28,7 +28,6 @@ from fusionrl.data.prompts import (
     check_file,
     is_surely_too_long,
     load_prompts,
-    metadata_and_tools,
     placeholder_of,
     prompt_ids,
     render_prompt,
@@ -36,7 +35,7 @@ from fusionrl.data.prompts import (
     special_tokens_of,
     template_probe,
 )
-from fusionrl.data.row_checks import AskReward, RowChecker, column_finding, see
+from fusionrl.data.row_checks import AskReward, RowChecker, column_finding, metadata_and_tools, see
 from fusionrl.data.rows import Row, parse_set, parse_sets, read_rows, scan_rows
 from fusionrl.data.sample import response_mask
 from fusionrl.data.tokenizer import TokenizerFiles, read_tokenizer_files
@@ -125,7 +124,7 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
     total, num_errors, files = 0, len(errors), tokenizer_files(config)
     flags = ("--prompt-data", "--input-key")
     for spec in specs:
-        check = check_set(config, files, spec, columns, flags, vocab_size, run_label_check(config))
+        check = check_set(config, files, spec, columns, flags, vocab_size, label_check(config))
         errors += check.errors
         warnings += check.warnings
         total += check.num_rows
@@ -229,10 +228,7 @@ class DataCheck:
         needed = (TOKENS, LOSS_MASK) if self.is_sft and holds_tokens(row) else (columns.input_key,)
         if any(cause.startswith(f"column {key!r}") for cause in mistakes for key in needed):
             return []  # other problems of the row may follow from this one
-        try:
-            tools = metadata_and_tools(row, columns)[1]
-        except FindingError:  # the checker has named it
-            tools = None
+        tools = self._checker.tools
         has_label = columns.label_key is None or columns.label_key in row
         if (seen := self._checker.seen) is None:
             return []

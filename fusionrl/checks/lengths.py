@@ -29,8 +29,7 @@ from fusionrl.config.run_parts import (
     validates,
 )
 from fusionrl.data.columns import TOKENS, PromptColumns, holds_tokens
-from fusionrl.data.prompts import metadata_and_tools
-from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
+from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS, metadata_and_tools
 from fusionrl.data.rows import Row
 from fusionrl.models.engine_config import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape

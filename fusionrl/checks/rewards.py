@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from fusionrl.checks.model import size_errors
 from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
-from fusionrl.config.eval_sets import readable_sets, sees_images
-from fusionrl.config.run_parts import estimator_of, has_own_rollout, has_own_source
+from fusionrl.config.eval_sets import EvalSet, readable_sets, sees_images
+from fusionrl.config.run_parts import DEFAULT_ROLLOUT, estimator_of, has_own_rollout, has_own_source
 from fusionrl.models.engine_config import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.hf_folder import check_weight_files, is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
@@ -48,32 +48,28 @@ def reward_errors(config: Config) -> list[str]:
     return errors
 
 
-def run_label_check(config: Config, budget_s: float = LABEL_BUDGET_S) -> LabelCheck | None:
-    """Return the check of the rows of --prompt-data; None where no built-in reward grades with their labels."""
-    reward, rollout = config.reward, config.rollout
-    if has_own_source(config) or has_own_rollout(config) or config.run.load_debug_rollout_data:
-        return None
-    path = rollout.custom_generate_function_path
-    return label_check(config, reward.rm_type, reward.custom_rm_path, generate_path=path, budget_s=budget_s)
+def label_check(config: Config, eval_set: EvalSet | None = None, budget_s: float = LABEL_BUDGET_S) -> LabelCheck | None:
+    """Return the check of the labels of --prompt-data, or of an evaluation set; None: no built-in reward grades them.
 
-
-def label_check(
-    config: Config,
-    rm_type: str | None,
-    custom_rm_path: str | None,
-    *,
-    generate_path: str | None,
-    overrides: Mapping[str, object] | None = None,
-    budget_s: float = LABEL_BUDGET_S,
-) -> LabelCheck | None:
-    """Return the check for a reward, as flags or an evaluation set name it; None: it is a user's, or there is none.
-
-    generate_path  a user's generate function, which may give the samples other labels: then problems are warnings
+    A user's generate function, or a sample hook, may give the samples other labels: then problems are warnings.
     """
-    if custom_rm_path is not None or config.run.mode == "sft":
+    reward, rollout = config.reward, config.rollout
+    generate_path, rm_type, rm_path = rollout.custom_generate_function_path, reward.rm_type, reward.custom_rm_path
+    is_own = has_own_source(config) or has_own_rollout(config) or config.run.load_debug_rollout_data is not None
+    if eval_set is not None:
+        generate_path = eval_set.custom_generate_function_path
+        rm_type, rm_path = eval_set.rm_type, eval_set.custom_rm_path
+        is_own = not evaluates_by_default(config)
+    if is_own or rm_path is not None or config.run.mode == "sft":
         return None
-    is_warning = generate_path is not None or bool(config.rollout.rollout_sample_hook_path)
+    is_warning = generate_path is not None or bool(rollout.rollout_sample_hook_path)
+    overrides = None if eval_set is None else eval_set.metadata_overrides
     return LabelCheck(rm_type, overrides=overrides, is_warning=is_warning, budget_s=budget_s)
+
+
+def evaluates_by_default(config: Config) -> bool:
+    """Return whether the default rollout function evaluates."""
+    return (config.rollout.eval_function_path or config.rollout.rollout_function_path) == DEFAULT_ROLLOUT
 
 
 AGENT = "fusionrl.rollout.agent.generate"

@@ -7,11 +7,11 @@ in that epoch (with the seed), and the set that is drawn next follow from these 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from fusionrl.data.columns import PromptColumns, holds_tokens
 from fusionrl.data.findings import Finding, FindingError, Findings
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef, ImageSpan, expanded
-from fusionrl.data.render import CONTEXT, TOOLS, Messages, Rendered, render_messages, tools_of
+from fusionrl.data.render import CONTEXT, TOOLS, Messages, Rendered, render_messages
 from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS, MAX_TOKEN_CHARACTERS, RowChecker
-from fusionrl.data.rows import Row, line_finding, parse_set, read_metadata, read_rows, read_tools, scan_rows
+from fusionrl.data.rows import Row, line_finding, parse_set, read_rows, scan_rows
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import set_images
 from fusionrl.data.tokenizer import TemplateProbe, TokenizerFiles
@@ -35,7 +35,7 @@ class PromptDataset:
     """Prompts of one file: one `Sample` a row, without a response; and how many were too long."""
 
     samples: list[Sample]
-    num_too_long: int
+    num_too_long: int = 0
 
 
 def check_file(
@@ -111,38 +111,10 @@ def placeholder_of(tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -
     return "" if columns.images is None else str(tokenizer.convert_ids_to_tokens(columns.images.processor.placeholder))
 
 
-def metadata_and_tools(
-    row: Mapping[str, object], columns: PromptColumns
-) -> tuple[dict[str, object], list[dict[str, object]] | None]:
-    """Return both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
-
-    Tools are those of --tool-key, or else those of the metadata; both end in the metadata.
-
-    Raises ValueError: another kind of value.
-    """
-    metadata = read_metadata(row.get(columns.metadata_key), columns.metadata_key)
-    tools = read_tools(row.get(columns.tool_key), columns.tool_key) if columns.tool_key else None
-    if tools:
-        metadata["tools"] = tools
-    return metadata, tools_of(metadata)
-
-
-@dataclass
-class _CheckedRow:
-    """A row in which nothing is wrong: its place, what its columns hold, its images, in the store, and its adapter."""
-
-    where: str
-    row: Row
-    prompt: object
-    label: object
-    metadata: dict[str, object]
-    tools: list[dict[str, object]] | None
-    images: list[ImageRef]
-    adapter: str | None
-
-
-def _checked_rows(path: str | Path, checker: RowChecker, flag: str) -> Iterator[_CheckedRow]:
-    """Yield each row; raises ValueError at the first that has a mistake."""
+def _checked_rows(
+    path: str | Path, checker: RowChecker, flag: str
+) -> Iterator[tuple[str, Row, Sample, list[ImageRef]]]:
+    """Yield (place, row, its sample without tokens, its images in the store); ValueError: a row has a mistake."""
     prompt_set = parse_set(path, flag)
     checker.columns = columns = checker.columns.in_set(prompt_set.name)
     checker.data_file, checker.take_image = prompt_set.path, IMAGES.add_file
@@ -152,8 +124,9 @@ def _checked_rows(path: str | Path, checker: RowChecker, flag: str) -> Iterator[
             raise ValueError(f"{where}: {problem}")
         label, seen = row.get(columns.label_key) if columns.label_key else None, checker.seen
         assert seen is not None
-        metadata, tools = metadata_and_tools(row, columns)
-        yield _CheckedRow(where, row, seen.prompt, label, metadata, tools, seen.images, checker.adapter)
+        prompt = seen.prompt if isinstance(seen.prompt, str | list) else ""  # none: the row holds tokens
+        sample = Sample(prompt=prompt, label=label, metadata=checker.metadata, adapter=checker.adapter)
+        yield where, row, sample, seen.images
 
 
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
@@ -166,25 +139,22 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
     from fusionrl.data.supervised import token_sample, with_images
 
     samples: list[Sample] = []
-    for checked in _checked_rows(path, RowChecker(columns, is_sft=True), flag):
-        prompt, row = checked.prompt, checked.row
+    for where, row, sample, images in _checked_rows(path, RowChecker(columns, is_sft=True), flag):
         if holds_tokens(row):
-            sample = token_sample(row, prompt if isinstance(prompt, str | list) else "")
-            if columns.images is not None:
-                try:
-                    sample = with_images(sample, checked.images, columns.images.processor.placeholder)
-                except ValueError as error:
-                    raise ValueError(f"{checked.where}: {error}") from error
-            sample.label, sample.metadata = checked.label, checked.metadata
+            tokenized = token_sample(row, sample.prompt)
+            try:
+                if columns.images is not None:
+                    tokenized = with_images(tokenized, images, columns.images.processor.placeholder)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            tokenized.label, tokenized.metadata, tokenized.adapter = sample.label, sample.metadata, sample.adapter
+            sample = tokenized
         else:
-            assert isinstance(prompt, str | list)
-            sample = Sample(prompt=prompt, label=checked.label, metadata=checked.metadata)
-            set_images(sample, checked.images)
-        sample.adapter = checked.adapter
+            set_images(sample, images)
         samples.append(sample)
     if not samples:
         raise ValueError(f"{flag} {path}: it has no rows")
-    return PromptDataset(samples, 0)
+    return PromptDataset(samples)
 
 
 def load_prompts(
@@ -194,43 +164,43 @@ def load_prompts(
 
     Raises ValueError: a malformed row (with its line number), or no prompt left under the length limit.
     """
-    samples: list[Sample] = []
-    too_long = 0
+    found = PromptDataset([])
     checker = RowChecker(
         columns, special_tokens=special_tokens_of(tokenizer), placeholder=placeholder_of(tokenizer, columns)
     )
-    for checked in _checked_rows(path, checker, flag):
+    for where, _, sample, images in _checked_rows(path, checker, flag):
+        if columns.keeps_messages and not columns.apply_chat_template and isinstance(sample.prompt, list):
+            set_images(sample, images)
+            found.samples.append(sample)
+            continue
         try:
-            sample = _prompt_sample(checked, tokenizer, columns)
+            fits = _tokenize(sample, images, tokenizer, columns, checker.tools)
         except ValueError as error:
-            raise ValueError(f"{checked.where}: {error}") from error
-        if sample is None:
-            too_long += 1
+            raise ValueError(f"{where}: {error}") from error
+        if fits:
+            found.samples.append(sample)
         else:
-            samples.append(sample)
-    if not samples:
-        raise ValueError(f"{flag} {path}: no prompt is left ({too_long} are over --rollout-max-prompt-len)")
-    return PromptDataset(samples, too_long)
+            found.num_too_long += 1
+    if not found.samples:
+        raise ValueError(f"{flag} {path}: no prompt is left ({found.num_too_long} are over --rollout-max-prompt-len)")
+    return found
 
 
-def _prompt_sample(checked: _CheckedRow, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> Sample | None:
-    """Return the sample of a row, without a response; None for a prompt that is too long."""
-    prompt, named = checked.prompt, dict[str, Any](label=checked.label, metadata=checked.metadata)
-    named["adapter"] = checked.adapter
-    assert isinstance(prompt, str | list)
-    if columns.keeps_messages and not columns.apply_chat_template and isinstance(prompt, list):
-        sample = Sample(prompt=prompt, **named)
-        set_images(sample, checked.images)
-        return sample
-    text = render_prompt(prompt, tokenizer, columns, checked.tools)
+def _tokenize(
+    sample: Sample, images: list[ImageRef], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object
+) -> bool:
+    """Render and tokenize the prompt of a sample; return False, the sample as it was, where it is too long."""
+    prompt = sample.prompt
+    text = render_prompt(prompt, tokenizer, columns, tools)
     if is_surely_too_long(text, columns.max_prompt_len):
-        return None
-    ids, spans = prompt_ids(text, checked.images, tokenizer, columns)
+        return False
+    ids, spans = prompt_ids(text, images, tokenizer, columns)
     if columns.max_prompt_len is not None and len(ids) > columns.max_prompt_len:
-        return None
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    named |= {"prompt_tokens": ids, "image_spans": spans}
-    return Sample(prompt=text, messages=messages if columns.apply_chat_template else None, **named)
+        return False
+    if columns.apply_chat_template:
+        sample.messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    sample.prompt, sample.prompt_tokens, sample.image_spans = text, ids, spans
+    return True
 
 
 def prompt_ids(

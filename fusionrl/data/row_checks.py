@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,21 @@ if TYPE_CHECKING:
 AskReward = Callable[[object, Mapping[str, object]], LabelProblem | None]
 
 
+def metadata_and_tools(
+    row: Mapping[str, object], columns: PromptColumns
+) -> tuple[dict[str, object], list[dict[str, object]] | None]:
+    """Return both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
+
+    Tools are those of --tool-key, or else those of the metadata; both end in the metadata.
+
+    Raises FindingError: another kind of value.
+    """
+    metadata = read_metadata(row.get(columns.metadata_key), columns.metadata_key)
+    if columns.tool_key and (tools := read_tools(row.get(columns.tool_key), columns.tool_key)):
+        metadata["tools"] = tools
+    return metadata, tools_of(metadata)
+
+
 @dataclass
 class RowChecker:
     """Checks rows of one set.
@@ -52,7 +67,9 @@ class RowChecker:
     placeholder     text of the token that means an image, where it is known
     take_image      reads an image; None: its size alone
     seen            prompt and images of the row that was checked last; None: something is wrong with its images
-    adapter         of the row that was checked last; None: the run has one, or none
+    metadata        of the row that was checked last, with its tools
+    tools           of it; None: it has none
+    adapter         of it; None: the run has one, or none
     """
 
     columns: PromptColumns
@@ -66,6 +83,8 @@ class RowChecker:
     placeholder: str = ""
     take_image: TakeImage | None = None
     seen: SeenRow | None = None
+    metadata: dict[str, object] = field(default_factory=dict)
+    tools: list[dict[str, object]] | None = None
     adapter: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +98,8 @@ class RowChecker:
         """Return the findings of a row; an empty list for a good one."""
         findings: list[Finding] = []
         columns, key = self.columns, self.columns.input_key
-        tools = self._check_metadata_and_tools(row, findings)
+        self._check_metadata_and_tools(row, findings)
+        tools = self.tools
         self.seen = SeenRow(row.get(key), [])
         if columns.images is not None:
             row = self._check_images(row, columns.images, findings)
@@ -212,21 +232,24 @@ class RowChecker:
             is_warning = problem[0] == NOT_FINITE and key == self.columns.metadata_key
             findings.append(Finding(f"column {key!r} {problem[0]}", problem[1], is_warning=is_warning))
 
-    def _check_metadata_and_tools(self, row: Mapping[str, object], findings: list[Finding]) -> object:
-        columns, tools = self.columns, None
+    def _check_metadata_and_tools(self, row: Mapping[str, object], findings: list[Finding]) -> None:
+        columns = self.columns
+        self.metadata, self.tools = {}, None
         try:
-            if (metadata := row.get(columns.metadata_key)) is not None:
-                metadata = read_metadata(metadata, columns.metadata_key)
-            if columns.tool_key is not None and (tools := row.get(columns.tool_key)) is not None:
-                tools = read_tools(tools, columns.tool_key)
+            self.metadata, self.tools = metadata_and_tools(row, columns)
             if columns.adapters is not None:
-                self.adapter = columns.adapters.adapter(row, metadata or {})
+                self.adapter = columns.adapters.adapter(row, self.metadata)
         except FindingError as error:
             findings.append(error.finding)
-            return None
-        self._check_value(columns.metadata_key, metadata, findings)
-        self._check_value(columns.tool_key or "", tools, findings)
-        return tools or tools_of(metadata or {})
+            self.tools = None
+            return
+        has_column = columns.tool_key is not None and bool(row.get(columns.tool_key))
+        others = (
+            {name: value for name, value in self.metadata.items() if name != "tools"} if has_column else self.metadata
+        )
+        self._check_value(columns.metadata_key, others, findings)
+        if has_column:
+            self._check_value(str(columns.tool_key), self.tools, findings)
 
     # ------------------------------------------------------------------------------------------------ messages
     def _check_messages(self, messages: Sequence[Mapping[str, object]], tools: object, findings: list[Finding]) -> None:
@@ -325,7 +348,7 @@ class RowChecker:
         """Return the finding of the built-in reward that will grade with the label; an empty list for none."""
         columns, label_flag = self.columns, self.label_flag
         label = None if columns.label_key is None else row.get(columns.label_key)
-        problem = ask_reward(label, read_metadata(row.get(columns.metadata_key), columns.metadata_key))
+        problem = ask_reward(label, self.metadata)
         if problem is None:
             return []
         if problem.is_about_label and columns.label_key is None:

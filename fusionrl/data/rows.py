@@ -449,10 +449,7 @@ def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
 
 # ------------------------------------------------------------------------------------------------ columns of JSON
 def read_metadata(value: object, key: str) -> dict[str, object]:
-    """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
-
-    Raises ValueError: no JSON object.
-    """
+    """Return a new dictionary of the metadata, which may be JSON text. FindingError: no JSON object."""
     parsed = _from_json(value, key)
     if parsed is not None and not isinstance(parsed, dict):
         raise FindingError(Finding(f"column {key!r} is not a JSON object"))

@@ -37,8 +37,8 @@ from fusionrl.checks.outputs import disks_of_run
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.run_parts import generates, uses_engines
-from fusionrl.data.prompts import metadata_and_tools, render_prompt
-from fusionrl.data.row_checks import see
+from fusionrl.data.prompts import render_prompt
+from fusionrl.data.row_checks import metadata_and_tools, see
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
 from fusionrl.plan.plan import Plan
