@@ -359,24 +359,6 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_accepted_samples_are_what_sft_reads(buffer: MakeBuffer, tokenizer: Any, chat: bool) -> None:
-    made = reject_sampling(buffer, apply_chat_template=chat)
-    rollout = run(made.generate(0))
-    assert (rollout.num_accepted, rollout.shards, rollout.metrics["rollout/accepted"]) == (4, [], 4.0)
-    path = made.run_dir / "accepted.jsonl"
-    assert [row["response"] for row in rows_of(path)] == [f"answer {i}" for i in (1, 3, 5, 7)]
-    flags = {"input_key": "messages"} if chat else {"input_key": "prompt", "label_key": "response"}
-    flags = {"label_key": None, "prompt_data": str(path), "custom_rm_path": None, "rollout_function_path": None} | flags
-    shards = run(buffer(run="sft", mode="sft", **flags).generate(0)).shards
-    texts = sorted(
-        tokenizer.decode(tokens[-length:])
-        for shard in shards
-        for tokens, length in zip(shard.split("tokens"), shard.response_lengths, strict=True)
-    )
-    assert texts == [f"answer {i}<|im_end|>" for i in (1, 3, 5, 7)]
-
-
 def test_no_accepted_sample_stands_there_twice(buffer: MakeBuffer) -> None:
     made = reject_sampling(buffer)
     for rollout_id in range(3):

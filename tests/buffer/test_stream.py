@@ -465,12 +465,3 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
     with pytest.raises(ValueError, match="no such tool"):  # and whoever comes later
         collector._call(lambda: 1)
     collector.stop()
-
-
-def test_one_that_was_stopped_says_so() -> None:
-    collector = Collector()
-    collector.start()
-    assert collector._call(lambda: 1) == 1
-    collector.stop()
-    with pytest.raises(RuntimeError, match="the stream has ended"):
-        collector._call(lambda: 1)

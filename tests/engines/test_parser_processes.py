@@ -16,7 +16,7 @@ from fusionrl.engines import parser_processes as parsers_module
 from fusionrl.engines.answers import LONG_BYTES, AnswerError
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.parser_processes import START_AFTER, ParserProcesses
-from tests.buffer.answer_server import make_answer
+from tests.engines.long_answers import make_answer
 
 LONG = 4096
 ANSWERS = [make_answer(number, LONG + number) for number in range(24)]
@@ -108,7 +108,7 @@ def test_what_is_wrong_with_a_long_answer_is_said_as_of_a_short_one() -> None:
 OWNER = """
 import asyncio
 from fusionrl.engines import parser_processes as module
-from tests.buffer.answer_server import make_answer
+from tests.engines.long_answers import make_answer
 
 async def main():
     module.START_AFTER = 0
