@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fusionrl.base.files import Json, cache_path, file_fact, read_cache, write_cache
+from fusionrl.base.files import cache_path, file_fact, read_cache, write_cache
 
 
 @contextmanager
@@ -144,20 +144,21 @@ class _Loader(SourceFileLoader):
 
 
 T = TypeVar("T")
-Structure = dict[frozenset[str], dict[str, set[str]]]
+_ScanResult = dict[frozenset[str], dict[str, set[str]]]
 """As transformers has it: needed packages → module → names in it."""
-
-_TRANSFORMERS, _IMPORT_UTILS, _SCAN = "transformers", "transformers.utils.import_utils", "define_import_structure"
 _FORM = "2"  # of the files
 
 
 @contextmanager
 def cached_scans() -> Iterator[None]:
     """Import transformers within it. Nothing is done where it is imported already, or is being imported."""
-    if _TRANSFORMERS in sys.modules:
+    if "transformers" in sys.modules:
         yield
         return
-    original, finder = importlib.metadata.packages_distributions, AfterImport(_IMPORT_UTILS, _put_scan)
+    original, finder = (
+        importlib.metadata.packages_distributions,
+        AfterImport("transformers.utils.import_utils", _cache_scan),
+    )
     importlib.metadata.packages_distributions = functools.partial(_distributions, original)
     sys.meta_path.insert(0, finder)
     try:
@@ -167,10 +168,9 @@ def cached_scans() -> Iterator[None]:
         importlib.metadata.packages_distributions = original
 
 
-# ---------------------------------------------------------------------------------------- names of packages
 def _distributions(original: Callable[[], Mapping[str, list[str]]]) -> Mapping[str, list[str]]:
     """As `importlib.metadata.packages_distributions`: top-level module → packages that have it."""
-    return _cached("packages", _record_facts(), original, dict, _as_distributions)
+    return _cached("packages", _record_facts(), original, dict, dict)
 
 
 def _record_facts() -> Iterator[str]:
@@ -188,44 +188,31 @@ def _record_facts() -> Iterator[str]:
                     yield file_fact(os.path.abspath(entry.path), entry.stat())
 
 
-def _as_distributions(content: Json) -> dict[str, list[str]]:
-    if not isinstance(content, dict):
-        raise TypeError(content)
-    return {
-        name: [str(package) for package in packages] for name, packages in content.items() if isinstance(packages, list)
-    }
+def _cache_scan(module: types.ModuleType) -> None:
+    """Let `define_import_structure` of `transformers.utils.import_utils` keep its answer for the folder of models."""
+    usual = getattr(module, "define_import_structure", None)
+    if not callable(usual):
+        return
+    source = Path(str(module.__file__))
+    models = str(source.parents[1] / "models")
 
+    @functools.cache
+    def of_models() -> _ScanResult:
+        facts = itertools.chain((file_fact(path, path.stat()) for path in [source]), _source_facts(models))
+        return _cached("transformers-models", facts, lambda: usual(models), _scan_to_json, _scan_from_json)
 
-# ---------------------------------------------------------------------------------------- names in models' files
-def _put_scan(module: types.ModuleType) -> None:
-    """Put `_Scan` into `transformers.utils.import_utils`, which has been imported."""
-    if callable(original := getattr(module, _SCAN, None)):
-        setattr(module, _SCAN, _Scan(original, Path(str(module.__file__))))
-
-
-class _Scan:
-    """In the place of transformers' function; only the folder of all models is another's answer."""
-
-    def __init__(self, original: Callable[..., Structure], source: Path) -> None:
-        """`source`: the file with the usual function."""
-        self._usual, self._source = original, source
-        self._models = str(source.parents[1] / "models")
-        self._structure = functools.lru_cache(1)(self._kept_structure)
-
-    def __call__(self, module_path: str | Path, prefix: str | None = None) -> Structure:
-        """As the usual function: of a folder, or of that of a file."""
+    def scan(module_path: str | Path, prefix: str | None = None) -> _ScanResult:
         folder = os.path.dirname(module_path) if os.path.isfile(module_path) else str(module_path)
-        if folder != self._models:
-            return self._usual(module_path, prefix)
+        if folder != models:
+            answer: _ScanResult = usual(module_path, prefix)
+            return answer
         start = "" if prefix is None else f"{prefix}."
         return {
-            needed: {start + module: set(names) for module, names in modules.items()}
-            for needed, modules in self._structure().items()
+            needed: {start + name: set(names) for name, names in modules.items()}
+            for needed, modules in of_models().items()
         }
 
-    def _kept_structure(self) -> Structure:
-        facts = itertools.chain((file_fact(path, path.stat()) for path in [self._source]), _source_facts(self._models))
-        return _cached("transformers-models", facts, lambda: self._usual(self._models), _to_json, _as_structure)
+    vars(module)["define_import_structure"] = scan
 
 
 def _source_facts(folder: str) -> Iterator[str]:
@@ -239,29 +226,27 @@ def _source_facts(folder: str) -> Iterator[str]:
             yield file_fact(entry.path, entry.stat())
 
 
-def _to_json(structure: Structure) -> list[list[object]]:
+def _scan_to_json(scan: _ScanResult) -> list[object]:
     return [
-        [sorted(needed), {module: sorted(names) for module, names in modules.items()}]
-        for needed, modules in structure.items()
+        [sorted(needed), {name: sorted(names) for name, names in modules.items()}] for needed, modules in scan.items()
     ]
 
 
-def _as_structure(content: Any) -> Structure:
-    """Read what `_to_json` wrote; of another form: a TypeError, a ValueError or an AttributeError."""
-    if not isinstance(content, list):
-        raise TypeError(content)
-    return {frozenset(needed): {module: set(names) for module, names in modules.items()} for needed, modules in content}
+def _scan_from_json(content: Any) -> _ScanResult:
+    return {frozenset(needed): {name: set(names) for name, names in modules.items()} for needed, modules in content}
 
 
-# ---------------------------------------------------------------------------------------- the files
 def _cached(
     name: str,
     facts: Iterable[str],
     find_out: Callable[[], T],
     to_json: Callable[[T], object],
-    from_json: Callable[[Json], T],
+    from_json: Callable[[Any], T],
 ) -> T:
-    """Return an answer that is valid for these facts: from its file, or found out and kept."""
+    """Return an answer that is valid for these facts: from its file, or found out and kept.
+
+    `from_json` raises TypeError, ValueError or AttributeError for what `to_json` has not made.
+    """
     try:
         path = cache_path(name, [_FORM, *facts])
     except (RuntimeError, OSError):  # a user without a home; a file that goes at this moment; an archive

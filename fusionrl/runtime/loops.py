@@ -172,7 +172,8 @@ class Step:
         self._start = time.perf_counter()
         self._spans = ExitStack()
         self._spans.enter_context(phase("step", step=self.number))
-        self._run.actors.profiling.begin(self.number)
+        if self._run.actors.profiling is not None:
+            self._run.actors.profiling.begin(self.number)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -183,11 +184,13 @@ class Step:
                 self._run.unrecorded = self.number, self.values
             if error is not None and not (self._is_trained and isinstance(error, Terminated)):
                 return
-            self._run.actors.profiling.end(self.number)
-            reporter = self._run.reporter
+            actors, reporter = self._run.actors, self._run.reporter
+            if actors.profiling is not None:
+                actors.profiling.end(self.number)
             with phase("record", step=self.number):
-                self._run.actors.clocks.measure()
-                self.values |= self._run.actors.hardware.measure(self.values, self._work)
+                if actors.clocks is not None:
+                    actors.clocks.measure()
+                self.values |= actors.hardware.measure(self.values, self._work)
                 reporter.record(self.number, self.values)
             self._run.unrecorded = None
             if self._saves:

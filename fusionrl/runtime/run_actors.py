@@ -1,10 +1,12 @@
 """`Actors`: every process of a run, composed: launcher, engines, trainers, weight sync and Buffer."""
 
+from __future__ import annotations
+
 import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from fusionrl.base.wording import counted
 from fusionrl.config.config import Config
@@ -18,13 +20,15 @@ from fusionrl.plan.plan import Plan
 from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
-from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.launcher import Launcher, LocalLauncher
-from fusionrl.runtime.supervisor import FAILURES, StopSignal, Supervisor, Terminated, gather, is_running, root_cause
+from fusionrl.runtime.supervisor import FAILURES, StopSignal, Supervisor, Terminated, gather, root_cause
 from fusionrl.runtime.telemetry import ClockOffsets, HardwareMetrics, Profiling
 from fusionrl.runtime.trainers import TrainerGroups
-from fusionrl.runtime.watchdog import ProgressProbes, Watchdog
 from fusionrl.runtime.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from fusionrl.runtime.external_engines import ExternalEngines
+    from fusionrl.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -44,56 +48,52 @@ class Actors:
         early_start: EarlyStart | None = None,
     ) -> None:
         """`say` shows progress; `stop` may end a wait; `early_start` holds what was started before."""
-        self._plan, self._say, self._in_process = plan, say, config.run.in_process
+        self._config, self._plan, self._say, self._in_process = config, plan, say, config.run.in_process
         self._stop = stop or StopSignal()
         self._on_ray = stop.install if stop is not None else lambda: None
-        launcher = LocalLauncher if config.run.in_process else Launcher
+        launcher = LocalLauncher if self._in_process else Launcher
         self._launcher = launcher(config, plan, run_dir, attempt, early_start)
+        run_dir = self._launcher.run_dir
         self.engines = EnginePool(
-            config,
-            plan,
-            self._launcher,
+            *(config, plan, self._launcher),
             say=say,
             check_stop=self._stop.check,
             on_addresses=self._tell_addresses,
         )
-        self.external_engines = ExternalEngines(config, plan, self._launcher, self.engines, say, self._tell_addresses)
-        self._external_addresses = [engine_url(address) for address in config.cluster.rollout_external_engine_addrs]
-        self.clocks = ClockOffsets(self._launcher.registry)
         supervisor = Supervisor(self.check_engines, self._stop)
         self.trainers = TrainerGroups(config, plan, supervisor.finish)
         self.buffer = BufferHandle(self.engines, supervisor)
-        self.weights = WeightSync(
-            config,
-            plan,
-            self._launcher.run_dir,
-            self.trainers,
-            self.engines,
-            self._launcher.api_key,
-            self.external_engines,
-        )
+        self.external_engines: ExternalEngines | None = None
+        self.clocks: ClockOffsets | None = None  # of other machines
+        self._watchdog: Watchdog | None = None
+        if not self._in_process:  # there a person may stay at a breakpoint for any time
+            from fusionrl.runtime.watchdog import ProgressProbes, Watchdog
+
+            probes = ProgressProbes(self._launcher, self.engines, self.buffer)
+            self._watchdog = Watchdog(
+                run_dir / "logs", attempt, probes, floor_s=config.run.stall_warn_s, timeout_s=config.run.stall_timeout_s
+            )
+            if not plan.has_pairs:
+                from fusionrl.runtime.external_engines import ExternalEngines
+
+                self.external_engines = ExternalEngines(
+                    config, plan, self._launcher, self.engines, say, self._tell_addresses
+                )
+        pushed_to = (self.trainers, self.engines, self._launcher.api_key, self.external_engines)
+        self.weights = WeightSync(config, plan, run_dir, *pushed_to)
         self.hardware = HardwareMetrics(
-            plan,
-            self.trainers,
-            self.engines,
-            self.buffer,
-            self._launcher.run_dir / f"hardware.a{attempt}.json",
+            *(plan, self.trainers, self.engines, self.buffer),
+            run_dir / f"hardware.a{attempt}.json",
             config.cluster.peak_tflops,
-            asks=not config.run.in_process,
+            asks=not self._in_process,
         )
-        self._watchdog = Watchdog(
-            self._launcher.run_dir / "logs",
-            attempt,
-            ProgressProbes(self._launcher, self.engines, self.buffer),
-            floor_s=config.run.stall_warn_s,
-            timeout_s=config.run.stall_timeout_s,
-        )
-        self.profiling = Profiling(
-            ProfileOrder.of(config), self.trainers, self.engines, run_dir, attempt, plan.num_rollout
-        )
+        order = ProfileOrder.of(config)
+        self.profiling: Profiling | None = None
+        if order is not None:
+            self.profiling = Profiling(order, self.trainers, self.engines, run_dir, attempt, plan.num_rollout)
 
     def __enter__(self) -> Self:
-        if not self._in_process:  # there a person may stay at a breakpoint for any time
+        if self._watchdog is not None:
             self._watchdog.__enter__()
         try:
             with phase("start"):
@@ -114,9 +114,11 @@ class Actors:
         launcher, check_stop = self._launcher, self._stop.check
         facts = start_all(self._plan, launcher, self.engines, self.trainers, self.buffer, check_stop)
         self.weights.load_adapters()
-        if not self._in_process and not self._plan.has_pairs:
-            self.external_engines.start(self.engines.router, self._external_addresses)
+        if self.external_engines is not None:
+            addresses = self._config.cluster.rollout_external_engine_addrs
+            self.external_engines.start(self.engines.router, [engine_url(address) for address in addresses])
         if not launcher.is_alone:
+            self.clocks = ClockOffsets(launcher.registry)
             self.clocks.find()
         if facts["num_too_long"]:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
@@ -124,10 +126,12 @@ class Actors:
     def check_engines(self, is_generating: bool) -> None:
         """Raise where an engine is dead that is not replaced."""
         self.engines.check(is_generating)
-        self.external_engines.look()
+        if self.external_engines is not None:
+            self.external_engines.look()
 
     def _tell_addresses(self) -> None:
-        self.buffer.set_engines([*self.engines.urls, *self.external_engines.urls], self.engines.evaluation.urls)
+        others = [] if self.external_engines is None else self.external_engines.urls
+        self.buffer.set_engines([*self.engines.urls, *others], self.engines.evaluation.urls)
 
     def _parts(self) -> list[str]:
         parts = []
@@ -143,10 +147,12 @@ class Actors:
     def _end(self, error: BaseException | None) -> None:
         """End every process of the run. Raises RuntimeError if `error` is the consequence of a process that died, or of
         a stall: this one names it."""
-        cause: RuntimeError | None = self._watchdog.ended_by(error)
-        self._watchdog.__exit__()
+        cause = self._stall_behind(error)
+        if self._watchdog is not None:
+            self._watchdog.__exit__()
         try:
-            if isinstance(error, None | Terminated):  # after anything else a process may be dead, or in a hurry to end
+            # After any other error a process may be dead, or in a hurry to end.
+            if self.profiling is not None and isinstance(error, None | Terminated):
                 self.profiling.close()
             if isinstance(error, FAILURES):
                 cause = self._find_death(error)
@@ -158,11 +164,14 @@ class Actors:
 
     def is_stalled(self, error: BaseException) -> bool:
         """Return whether `error` is the watchdog's end of a stalled run (--stall-timeout-s)."""
-        return self._watchdog.ended_by(error) is not None
+        return self._stall_behind(error) is not None
+
+    def _stall_behind(self, error: BaseException | None) -> RuntimeError | None:
+        return None if self._watchdog is None else self._watchdog.ended_by(error)
 
     def _find_death(self, error: BaseException) -> RuntimeError | None:
         # These name their cause: a user's mistake, a user's function, a server that ended.
-        if not is_running() or isinstance(root_cause(error), ValueError | HookError | ChildExited):
+        if not self._launcher.is_running or isinstance(root_cause(error), ValueError | HookError | ChildExited):
             return None
         try:
             return self._launcher.registry.explain(error) or self.engines.find_dead()
@@ -175,7 +184,8 @@ class Actors:
         try:
             if self._launcher.is_running:
                 self.buffer.close()
-                self.external_engines.release()
+                if self.external_engines is not None:
+                    self.external_engines.release()
                 self.engines.shutdown()
                 self.weights.drop_files()
         finally:

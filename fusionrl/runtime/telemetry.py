@@ -4,11 +4,12 @@ Trainers, engines and the Buffer are asked for hardware numbers when the trainin
 at its end. A process that is dead, or does not answer in time, is left out: a run neither waits nor fails for these.
 """
 
+import contextlib
 import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +36,10 @@ from fusionrl.weights.remote_calls import Reference, get, wait
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 2.0
-_SUMS, _MEANS = {HOST}, {"utilisation", "power_w", "slowed"}  # of the others, the largest
+_CLOCK_S = 10.0
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 60.0, 600.0  # a large trace takes minutes to write
+_CLOSE_TIMEOUT_S = 60.0  # a run that is stopped may have little time left
+_MEANS = ("utilisation", "power_w", "slowed")
 _RAY = ("raylet", "gcs_server")
 
 
@@ -162,23 +166,16 @@ def pooled(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for answer in answers:
         for name, value in answer.items():
             columns[name].append(value)
-    return {name: _pool(name, column) for name, column in columns.items()}
-
-
-def _pool(name: str, column: Sequence[float]) -> float:
-    if name in _SUMS:
-        return sum(column)
-    return fmean(column) if name in _MEANS else max(column)
+    kinds: dict[str, Callable[[Sequence[float]], float]] = {HOST: sum} | dict.fromkeys(_MEANS, fmean)
+    return {name: kinds.get(name, max)(column) for name, column in columns.items()}
 
 
 def _answers(references: Sequence[ray.ObjectRef]) -> list[dict]:
     done, _ = ray.wait(list(references), num_returns=len(references), timeout=_ANSWER_S)
     answers = []
     for reference in done:
-        try:
+        with contextlib.suppress(ray.exceptions.RayError):
             answers.append(ray.get(reference))
-        except ray.exceptions.RayError:
-            continue
     return answers
 
 
@@ -189,17 +186,13 @@ def _name(process: psutil.Process) -> str:
         return ""
 
 
-_START_TIMEOUT_S, _STOP_TIMEOUT_S = 60.0, 600.0  # a large trace takes minutes to write
-_CLOSE_TIMEOUT_S = 60.0  # a run that is stopped may have little time left
-
-
 class Profiling:
     """Begins a profile before a step and ends it after it, or after the last of a stretch. A profile that fails
     only logs a warning."""
 
     def __init__(
         self,
-        order: ProfileOrder | None,
+        order: ProfileOrder,
         trainers: TrainerGroups,
         engines: EnginePool,
         run_dir: Path,
@@ -212,35 +205,33 @@ class Profiling:
 
     def begin(self, step: int) -> None:
         """Start the profilers if a step begins that --profile-steps names."""
-        order = self._order
-        if order is None or self._first_step or not order.has(step):
+        if self._first_step or not self._order.has(step):
             return
         self._first_step = step
-        calls = [handle.start_profile.remote(order.tool) for _, handle in self._trainers(order)]
-        for index, handle in self._engines(order):
-            calls.append(handle.start_profile.remote(order.tool, str(self._folder), self._name(f"engine-{index}")))
+        tool, folder = self._order.tool, str(self._folder)
+        calls = [trainer.start_profile.remote(tool) for _, trainer in self._trainers()]
+        for index, engine in self._engines():
+            calls.append(engine.start_profile.remote(tool, folder, self._name(f"engine-{index}")))
         with phase("profile", step=step):
             self._wait(calls, _START_TIMEOUT_S, "begun")
 
     def end(self, step: int) -> None:
-        order = self._order
-        if order is None or not self._first_step:
-            return
-        if order.is_continuous and order.has(step + 1) and step != self._last_step:
-            return
-        self._stop(order, step, _STOP_TIMEOUT_S)
+        continues = self._order.is_continuous and self._order.has(step + 1) and step != self._last_step
+        if self._first_step and not continues:
+            self._stop(step, _STOP_TIMEOUT_S)
 
     def close(self) -> None:
         """The run ends: write a profile of several steps that is under way."""
-        if self._order is not None and self._first_step:
-            self._stop(self._order, self._first_step, _CLOSE_TIMEOUT_S)
+        if self._first_step:
+            self._stop(self._first_step, _CLOSE_TIMEOUT_S)
 
-    def _stop(self, order: ProfileOrder, step: int, timeout_s: float) -> None:
+    def _stop(self, step: int, timeout_s: float) -> None:
+        tool = self._order.tool
         calls = [
-            handle.stop_profile.remote(order.tool, str(self._folder / self._name(f"trainer-{rank}")))
-            for rank, handle in self._trainers(order)
+            trainer.stop_profile.remote(tool, str(self._folder / self._name(f"trainer-{rank}")))
+            for rank, trainer in self._trainers()
         ]
-        calls += [handle.stop_profile.remote() for _, handle in self._engines(order)]
+        calls += [engine.stop_profile.remote() for _, engine in self._engines()]
         with phase("profile", step=step):
             self._wait(calls, timeout_s, "ended")
         self._first_step = 0
@@ -248,11 +239,11 @@ class Profiling:
     def _name(self, process: str) -> str:
         return f"step_{self._first_step:06d}.{process}.a{self._attempt}"
 
-    def _trainers(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
-        return [(rank, trainer) for rank, trainer in enumerate(self._groups.actors) if order.wants_trainer(rank)]
+    def _trainers(self) -> list[tuple[int, ActorHandle]]:
+        return [(rank, actor) for rank, actor in enumerate(self._groups.actors) if self._order.wants_trainer(rank)]
 
-    def _engines(self, order: ProfileOrder) -> list[tuple[int, ActorHandle]]:
-        return [(index, engine) for index, engine in enumerate(self._pool.engines) if order.wants_engine(index)]
+    def _engines(self) -> list[tuple[int, ActorHandle]]:
+        return [(index, actor) for index, actor in enumerate(self._pool.engines) if self._order.wants_engine(index)]
 
     def _wait(self, calls: Sequence[Reference[object]], timeout_s: float, action: str) -> None:
         for call in calls:
@@ -262,9 +253,6 @@ class Profiling:
                 get(call)
             except FAILURES as error:
                 logger.warning("step %d: a profile could not be %s: %s", self._first_step, action, error)
-
-
-_CLOCK_S = 10.0
 
 
 class ClockOffsets:
