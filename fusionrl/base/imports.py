@@ -201,6 +201,7 @@ def _cache_scan(module: types.ModuleType) -> None:
         facts = itertools.chain((file_fact(path, path.stat()) for path in [source]), _source_facts(models))
         return _cached("transformers-models", facts, lambda: usual(models), _scan_to_json, _scan_from_json)
 
+    @functools.wraps(usual)
     def scan(module_path: str | Path, prefix: str | None = None) -> _ScanResult:
         folder = os.path.dirname(module_path) if os.path.isfile(module_path) else str(module_path)
         if folder != models:
@@ -233,6 +234,8 @@ def _scan_to_json(scan: _ScanResult) -> list[object]:
 
 
 def _scan_from_json(content: Any) -> _ScanResult:
+    if not isinstance(content, list):
+        raise TypeError(content)
     return {frozenset(needed): {name: set(names) for name, names in modules.items()} for needed, modules in content}
 
 

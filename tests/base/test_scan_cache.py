@@ -3,13 +3,15 @@
 import importlib.metadata
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from fusionrl.base.imports import Structure, _distributions, _Scan
+from fusionrl.base.imports import _cache_scan, _distributions
 from tests.own_process import run_code
 
 # How many files of models an import opens; the structures of both kinds of answer are the same.
@@ -30,7 +32,7 @@ from transformers.utils import import_utils
 models = Path(transformers.__file__).parent / "models"
 kept = import_utils.define_import_structure
 for path, prefix in ((models, "models"), (str(models / "__init__.py"), None), (models / "qwen3", "models.qwen3")):
-    assert kept(path, prefix=prefix) == kept._usual(path, prefix), path
+    assert kept(path, prefix=prefix) == kept.__wrapped__(path, prefix), path
 kept(models)[frozenset()].clear()
 assert kept(models)[frozenset()], "each caller has its own"
 assert import_utils.PACKAGE_DISTRIBUTION_MAPPING == importlib.metadata.packages_distributions()
@@ -62,15 +64,26 @@ def found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-STRUCTURE: Structure = {frozenset({"torch"}): {"one": {"One", "OneConfig"}}, frozenset(): {}}
+STRUCTURE: dict[frozenset[str], dict[str, set[str]]] = {
+    frozenset({"torch"}): {"one": {"One", "OneConfig"}},
+    frozenset(): {},
+}
 
 
-def _scan(source: Path, found_out: list[str]) -> Structure:
-    def usual(path: str | Path, prefix: str | None = None) -> Structure:
+def _scanner(source: Path, usual: Callable[..., Any]) -> Callable[..., Any]:
+    module: Any = ModuleType("transformers.utils.import_utils")
+    module.__file__, module.define_import_structure = str(source), usual
+    _cache_scan(module)
+    scan: Callable[..., Any] = module.define_import_structure
+    return scan
+
+
+def _scan(source: Path, found_out: list[str]) -> Any:
+    def usual(path: str | Path, prefix: str | None = None) -> Any:
         found_out.append(str(path))
         return STRUCTURE
 
-    return _Scan(usual, source)(source.parents[1] / "models", prefix="models")
+    return _scanner(source, usual)(source.parents[1] / "models", prefix="models")
 
 
 CHANGES: list[Any] = [
@@ -147,6 +160,6 @@ def test_without_a_home_it_is_found_out(tmp_path: Path, found_out: list[str], mo
     assert _scan(source, found_out) == _scan(source, found_out) and len(found_out) == 2
     monkeypatch.undo()  # nor is an answer kept that JSON changes, of another transformers
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    scan = _Scan(lambda path, prefix=None: {frozenset(): {"one": {("a", "pair")}}}, source)  # type: ignore[dict-item,arg-type,return-value]
+    scan = _scanner(source, lambda path, prefix=None: {frozenset(): {"one": {("a", "pair")}}})
     assert scan(source.parents[1] / "models") == {frozenset(): {"one": {("a", "pair")}}}
     assert not (tmp_path / "cache").exists()
