@@ -367,10 +367,11 @@ class PromptSource:
 
     def take_back(self) -> None:
         """Without a stream: let the prompts that one had under way at the checkpoint come first."""
-        from fusionrl.buffer.stream_state import blanks  # users' hooks import this module
+        if (stream := self.take_stream()) is not None:
+            from fusionrl.buffer.stream_state import blanks
 
-        if (stream := self.take_stream()) is not None and (groups := blanks(stream)):
-            self.take_in(groups)
+            if groups := blanks(stream):
+                self.take_in(groups)
 
     def save(self, path: Path, rollout_id: int) -> None:
         """Write the state as it was right after rollout `rollout_id` to `path` (JSON), and next to it its images."""

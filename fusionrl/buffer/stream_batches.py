@@ -34,6 +34,13 @@ from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import Admit, Admitted, Drop, Fetch, GroupReady, Parked, SampleDone, Stop, Wait
 from fusionrl.rollout.types import RolloutAborted, RolloutFnTrainOutput, keeps_draws
 
+logger = logging.getLogger(__name__)
+
+DROPPED = "rollout/dropped_"
+# With a call that waits for prompts while others wait for it. Then it gets some beyond the bound, and the oldest may be
+# dropped for them; a busy machine needs a second or two to answer.
+_PATIENCE_S = 3.0
+MOST_CALLS = 10  # that return without a group that the trainers wait for, before it is given up
 _LOOK_S = 0.05  # between two questions of a thread that waits
 _MOST_EMPTY = 100  # answers without a group, in one turn of the asker's event loop, before it gets what it wants
 IsKept = Callable[[], bool]  # whether a group stays with the function when a call returns
@@ -113,16 +120,12 @@ class AdmissionSource:
         seen = self._local
         if getattr(seen, "num_empty", 0) == 0:
             seen.num_empty = 0
-            loop.call_soon(self._turned, seen)
+            loop.call_soon(setattr, seen, "num_empty", 0)  # in its next turn
         seen.num_empty += 1
         if seen.num_empty < _MOST_EMPTY:
             return False
         seen.num_empty = 0
         return True
-
-    @staticmethod
-    def _turned(seen: threading.local) -> None:
-        seen.num_empty = 0
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -196,13 +199,6 @@ class DrawnGroups:
         return ended
 
 
-logger = logging.getLogger(__name__)
-
-DROPPED = "rollout/dropped_"
-# With a call that waits for prompts while others wait for it. Then it gets some beyond the bound, and the oldest may be
-# dropped for them; a busy machine needs a second or two to answer.
-_PATIENCE_S = 3.0
-MOST_CALLS = 10  # that return without a group that the trainers wait for, before it is given up
 Call = Callable[[int, AdmissionSource], RolloutFnTrainOutput]
 """Calls the function for a rollout; returns its groups, scored and filtered."""
 
@@ -403,11 +399,8 @@ class BatchStream(Stream):
                 if is_told:
                     self._dropped["filtered"] -= 1
         self._give_up_lost()
-        if (
-            self._drawn_groups.num_among(self.state.groups)
-            and self.knobs.in_flight == "drain"
-            and self.knobs.max_staleness
-        ):
+        keeps_some = self._drawn_groups.num_among(self.state.groups) > 0
+        if keeps_some and self.knobs.in_flight == "drain" and self.knobs.max_staleness:
             logger.warning("the rollout function keeps groups under way between its calls: pushes do not wait for them")
             self.knobs = replace(self.knobs, in_flight="retract")
         self._wake.set()
