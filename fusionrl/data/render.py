@@ -19,8 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from fusionrl.data.findings import Finding, FindingError
 
 if TYPE_CHECKING:
