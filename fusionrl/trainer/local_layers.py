@@ -128,16 +128,7 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def geglu(both: Tensor) -> Tensor:
-    """`gelu(gate) * up` [..., f] of gate and up side by side [..., 2 f], by the approximation with tanh."""
-    return _GeGLU.apply(both)
-
-
-def swiglu(both: Tensor) -> Tensor:
-    """`silu(gate) * up` [..., f] of gate and up side by side [..., 2 f]."""
-    return _SwiGLU.apply(both)
-
-
+swiglu, geglu = _SwiGLU.apply, _GeGLU.apply
 # Name in a model's shape → (activation of the gate, the gated product).
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "silu": (F.silu, swiglu),

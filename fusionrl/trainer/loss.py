@@ -19,9 +19,7 @@ from fusionrl.algorithms.estimators import LOSSES, Role
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossOptions, guarded, value_loss
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.token_advantages import implicit_reward_loss, implicit_rewards
-from fusionrl.config.algorithm import AlgorithmGroup
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.run_parts import corrects_by_default, policy_loss_name
 from fusionrl.config.scopes import flags_as
 from fusionrl.trainer.micro_batches import MicroBatch
@@ -71,11 +69,25 @@ class LossOptions:
             return cls(mode="value", value_clip=config.critic.value_clip)
         if role == "prm":
             return cls(mode="outcome", prm_beta=config.prm.prm_beta)
+        correction = None
+        # A user's function replaces all of the correction.
+        if a.custom_tis_function_path is None and (a.use_tis or a.rejection_level or a.tis_veto is not None):
+            correction = CorrectionOptions(
+                level=a.tis_level,
+                mode=a.tis_mode if a.use_tis else "none",
+                low=a.tis_clip_low,
+                high=a.tis_clip,
+                reject_level=a.rejection_level,
+                reject_low=a.rejection_low,
+                reject_high=a.rejection_high,
+                veto=a.tis_veto,
+            )
+        eps_high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
         return cls(
             mode="sft" if "sft" in (config.run.mode, a.loss_type[:3]) else "rl",
             policy_loss=policy_loss_name(a),
-            constants=_constants(a),
-            correction=_correction(a),
+            constants=flags_as(PolicyLossOptions, a, eps_low=a.eps_clip, eps_high=eps_high, dual_clip=a.eps_clip_c),
+            correction=correction,
             is_default=corrects_by_default(config),
             kl_coef=a.kl_loss_coef if a.use_kl_loss else None,
             kl_type=a.kl_loss_type,
@@ -94,51 +106,11 @@ class LossOptions:
     def token_loss(self) -> PolicyLoss:
         """The policy loss of tokens."""
         if self.custom_policy_loss_path is not None:
-            return guarded(_named(self.custom_policy_loss_path))
-        # With a pair's slope as the advantage (`selection.pair_advantages`), DPO's gradient is a policy gradient.
+            from fusionrl.trainer.loss_hooks import policy_loss_of
+
+            return guarded(policy_loss_of(self.custom_policy_loss_path))
+        # With a pair's slope as the advantage (`advantages.pair_advantages`), DPO's gradient is a policy gradient.
         return POLICY_LOSSES["gpg" if self.policy_loss == "dpo" else self.policy_loss]
-
-
-def _named(path: str) -> PolicyLoss:
-    field = "custom_policy_loss_path"
-
-    def loss(log_probs: Tensor, *args: object) -> tuple[Tensor, dict[str, Tensor]]:
-        returned = call_hook(field, path, log_probs, *args)
-        where, size = f"{flag_of(field)} {path}", tuple(log_probs.shape)
-        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
-            raise HookError(
-                f"{where}: it returned {type(returned).__name__}; expected (losses of tokens, dict of metrics)"
-            )
-        losses, metrics = returned
-        if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
-            raise HookError(f"{where}: its losses must be a tensor of the shape {size}, a number for each token")
-        tensors = {name: torch.as_tensor(value, device=losses.device) for name, value in metrics.items()}
-        for name, value in tensors.items():
-            if value.dim() and value.shape != log_probs.shape:
-                raise HookError(f"{where}: its metric {name!r} must be a number, or one for each token {size}")
-        return losses, {name: value.expand(size) for name, value in tensors.items()}
-
-    return loss
-
-
-def _constants(a: AlgorithmGroup) -> PolicyLossOptions:
-    eps_high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
-    return flags_as(PolicyLossOptions, a, eps_low=a.eps_clip, eps_high=eps_high, dual_clip=a.eps_clip_c)
-
-
-def _correction(a: AlgorithmGroup) -> CorrectionOptions | None:
-    if a.custom_tis_function_path is not None or not (a.use_tis or a.rejection_level or a.tis_veto is not None):
-        return None  # a user function replaces all of it
-    return CorrectionOptions(
-        level=a.tis_level,
-        mode=a.tis_mode if a.use_tis else "none",
-        low=a.tis_clip_low,
-        high=a.tis_clip,
-        reject_level=a.rejection_level,
-        reject_low=a.rejection_low,
-        reject_high=a.rejection_high,
-        veto=a.tis_veto,
-    )
 
 
 @dataclass
@@ -240,7 +212,9 @@ def micro_batch_loss(
     sequence_sums = {name: value.sum() for name, value in sequence_sums.items()}
     maxima: dict[str, Tensor] = {}
     if options.mode == "rl":
-        maxima["advantage_abs_max"] = _largest(batch.fields["advantages"])
+        # Infinity in place of NaN, which compares false with everything: over ranks a maximum might lose it.
+        sizes = batch.fields["advantages"].detach().abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        maxima["advantage_abs_max"] = torch.cat([sizes, sizes.new_zeros(1)]).max()
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
         reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
         # Of a token that older weights sampled, the difference would say how far the weights have moved since.
@@ -254,13 +228,6 @@ def micro_batch_loss(
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().double() for name, value in values.items()}
-
-
-def _largest(values: Tensor) -> Tensor:
-    """The largest |value| [] of `values` [N]; 0 without any, infinity where one is NaN."""
-    # NaN compares false with everything: whether a maximum over ranks keeps it depends on their order.
-    sizes = values.detach().abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return torch.cat([sizes, sizes.new_zeros(1)]).max()
 
 
 def _outcome_terms(

@@ -32,8 +32,10 @@ from fusionrl.trainer.layers import block_spec, finish_layers
 from fusionrl.trainer.outputs import ChosenOutputs, ValueModel
 
 if TYPE_CHECKING:
+    from fusionrl.models.vision import VisionShape
     from fusionrl.trainer.lora import GradientWatch
     from fusionrl.trainer.routing import RoutingReplay
+    from fusionrl.trainer.vision import Sight
 
 
 @dataclass
@@ -113,27 +115,26 @@ def _build_chunk(
         """Build the model of our layers, or of --custom-spec-path."""
         if callable(spec) and not is_spec:
             return _checked_model("custom_spec_path", str(spec_path), spec(**place), shape)
-        kind, sight = ValueModel if shape.value_head else ChosenOutputs, _sight(config, shape)
-        if sight:
+        kind: type[GPTModel] = ValueModel if shape.value_head else ChosenOutputs
+        further: dict[str, object] = {}
+        if shape.vision is not None:
             from fusionrl.trainer.vision import SeeingModel
 
-            kind = SeeingModel
-        mtp = None
+            kind, further["sight"] = SeeingModel, _sight(config, shape.vision)
         if shape.mtp_layers and place["post_process"]:
             from fusionrl.trainer.multi_token import mtp_spec
 
-            mtp = mtp_spec(transformer, shape, place["vp_stage"])
+            further["mtp_block_spec"] = mtp_spec(transformer, shape, place["vp_stage"])
         return kind(
             transformer,
             spec if is_spec else block_spec(transformer, shape, place["vp_stage"]),
-            vocab_size=settings.padded_vocab_size(shape.vocab_size, plan.layout.tp),
+            vocab_size=-(-shape.vocab_size // plan.layout.tp) * plan.layout.tp,  # rows beyond the first are padding
             max_sequence_length=shape.max_position_embeddings,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rope_theta,
-            mtp_block_spec=mtp,
-            **sight,
+            **further,
             **place,
         )
 
@@ -146,11 +147,9 @@ def _build_chunk(
     return _checked_model(field, provider_path, call_hook(field, provider_path, **place, **extras), shape)
 
 
-def _sight(config: Config, shape: ModelShape) -> dict[str, object]:
-    """Return the argument of a `SeeingModel`; nothing for a model that sees no images."""
-    if shape.vision is None:
-        return {}
-    from fusionrl.data.images import read_processor_files
+def _sight(config: Config, shape: VisionShape) -> Sight:
+    """Return the argument of a `SeeingModel`."""
+    from fusionrl.data.processor_files import read_processor_files
     from fusionrl.trainer.vision import Sight
     from fusionrl.trainer.vision_tower import PixelScale
 
@@ -158,7 +157,7 @@ def _sight(config: Config, shape: ModelShape) -> dict[str, object]:
     if config.model.hf_checkpoint is not None:  # else nothing is read
         files = read_processor_files(config.model.hf_checkpoint)
         scale = PixelScale(files.mean, files.std)
-    return {"sight": Sight(shape.vision, scale, config.train.vision_recompute, overlaps)}
+    return Sight(shape, scale, config.train.vision_recompute, overlaps)
 
 
 def _checked_model(field: str, path: str, model: object, shape: ModelShape) -> GPTModel:
@@ -243,8 +242,7 @@ def build_training(
     _count_padding(chunks)
     with torch.no_grad():  # else shards of fp32 are views with a gradient, which --optimizer-cpu-offload refuses
         optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
-    _find_shards(optimizer)
-    _start_state(optimizer)
+    _complete_state(optimizer)
 
     def finalize(model: Sequence[object], num_tokens: object = None, **kwargs: object) -> None:
         # The loss is already divided by the one global count; Megatron must not divide again.
@@ -288,21 +286,16 @@ def _count_padding(chunks: Sequence[DistributedDataParallel]) -> None:
             buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
-def _find_shards(optimizer: ChainedOptimizer) -> None:
-    """Let checkpoints find the shards of a model's parameters in fp32 and bf16: a group has those in fp32 first.
+def _complete_state(optimizer: ChainedOptimizer) -> None:
+    """Let checkpoints find the state of each parameter.
 
-    Megatron-core 0.16.1 looks for them in the order of its buffers.
+    A group has the shards in fp32 first, and Megatron-core 0.16.1 looks for them in the order of its buffers. Adam
+    makes its moments at its first step; a checkpoint before it (a resume, a skipped step) needs them as well.
     """
     for inner in optimizer.chained_optimizers:
         for number, group in enumerate(getattr(inner, "opt_group_ranges", [])):
             params = sorted(group["params"], key=lambda param: param.dtype is not torch.float32)
             inner.model_param_group_index_map.update({param: (number, at) for at, param in enumerate(params)})
-
-
-def _start_state(optimizer: ChainedOptimizer) -> None:
-    # Adam makes its moments at its first step; a checkpoint before it (a resume, a skipped step) needs them
-    # as well.
-    for inner in optimizer.chained_optimizers:
         if getattr(inner, "is_stub_optimizer", False) or inner.init_state_fn is None:
             continue  # --optimizer-cpu-offload: Megatron makes that state itself
         inner.init_state_fn(inner.optimizer, inner.config)
@@ -337,8 +330,6 @@ def unwrap(module: torch.nn.Module) -> ChosenOutputs:
 
 def freeze(modules: list[torch.nn.Module], shape: ModelShape, frozen: Set[str]) -> None:
     """Freeze the parameters whose Megatron names are in `frozen`, before the model is wrapped."""
-    if not frozen:
-        return
     rules = families.model_rules(shape)
     sources = {name for megatron in frozen for name in rules[megatron].hf}
     for name, rule, tensor in local_tensors(modules, shape):

@@ -126,7 +126,8 @@ class ModelRank:
         modules, transformer = self.setup_model(master_addr, master_port)
         from fusionrl.trainer.model import build_training, freeze
 
-        freeze(modules, self.shape, self.frozen)
+        if self.frozen:
+            freeze(modules, self.shape, self.frozen)
         if self.adapter_spec is not None:
             from fusionrl.trainer import lora
 
@@ -173,13 +174,15 @@ class ModelRank:
         self.hooks.initialized()
         with without_collections():
             from fusionrl.models.hf_io import load_hf
-            from fusionrl.trainer import checkpoint, model
+            from fusionrl.trainer import model
 
         modules, transformer = model.build_model(config, self.shape, plan, self.device)
         if config.model.debug_random_weights:
             model.randomize(modules)
         elif config.model.megatron_checkpoint is not None:
-            checkpoint.load_weights(config.model.megatron_checkpoint, modules)
+            from fusionrl.trainer.checkpoint import load_weights
+
+            load_weights(config.model.megatron_checkpoint, modules)
         else:
             assert config.model.hf_checkpoint is not None, "read_shape has asked for it"
             load_hf(config.model.hf_checkpoint, modules, self.shape)

@@ -9,8 +9,9 @@ samples a prompt that is as long as their responses, the model runs over five to
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +40,7 @@ class PackedLayout(PackedSeqParams):
     """Megatron's description of packed sequences, with more that the modules here need; built once per batch.
 
     lengths    padded length of each sequence over all context-parallel ranks
-    buckets    attention calls of the batch; unused under context parallelism
+    plan       makes the attention calls of the batch (`buckets`); none under context parallelism
     table      the same sequences for our own kernel, where that is for them
     positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
                after the other; then Megatron sees one sequence, and rotary embeddings are taken by these
@@ -49,12 +50,17 @@ class PackedLayout(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    buckets: tuple[Bucket, ...] = ()
+    plan: Callable[[], Sequence[Bucket]] = tuple
     table: RowTable | None = None
     positions: Tensor | None = None
     axes: Tensor | None = None
     images: ImageRows | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def buckets(self) -> Sequence[Bucket]:
+        """The attention calls, planned where a layer first asks: our own kernel (`table`) needs none."""
+        return self.plan()
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,6 @@ def pack_row(
     held = zigzag_positions(lengths, slicing.cp_size, slicing.cp_rank)
     is_whole = options.local_attention and slicing.cp_size == 1
     shared = prompts or None if shares and options.leaves_out_prompts else None
-    buckets = tuple(plan_buckets(rows, tokens.size, device, shared)) if is_whole else ()
     table = None
     if is_whole and max(map(len, rows), default=0) <= LONGEST_ROW and torch.device(device).type == "cpu":
         from fusionrl.cpu.row_functions import plan_rows
@@ -137,7 +142,7 @@ def pack_row(
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=tuple(lengths),
-            buckets=buckets,
+            plan=partial(plan_buckets, rows, tokens.size, device, shared) if is_whole else tuple,
             table=table,
             positions=torch.from_numpy(positions).to(device) if shares else None,
         ),

@@ -190,7 +190,15 @@ def score_samples(
     """
     with span("log-probs", weights=weights or "own"):
         groups = _micro_batches(shard, planned_only, scorer)
-        options = _options(scorer, all_responses, routing)
+        # A pass with free routers needs neither experts nor whole sequences. One that replays what another recorded
+        # needs the same packed tokens.
+        replays = routing != "free" and scorer.trained.routing is not None
+        options = replace(
+            scorer.options,
+            all_responses=all_responses,
+            whole_sequences=scorer.options.whole_sequences and replays,
+            replay_layers=scorer.options.replay_layers if replays else None,
+        )
         batches = pack_groups(shard, groups, None, options, (experts or {}) if routing == "fixed" else {})
         if routing == "recorded":
             assert scorer.trained.routing is not None
@@ -232,18 +240,3 @@ def _micro_batches(shard: TrainShard, planned_only: bool, scorer: Scorer) -> lis
     most = torch.tensor(len(groups), device=scorer.options.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return groups + [[]] * (round_up(int(most), scorer.layout) - len(groups))
-
-
-def _options(scorer: Scorer, all_responses: bool, routing: Routing) -> BatchOptions:
-    """The options of training, of which a pass with free routers needs neither experts nor whole sequences.
-
-    A pass replays what another recorded: their packed tokens must be the same.
-    """
-    options = scorer.options
-    replays = routing != "free" and scorer.trained.routing is not None
-    return replace(
-        options,
-        all_responses=all_responses,
-        whole_sequences=options.whole_sequences and replays,
-        replay_layers=options.replay_layers if replays else None,
-    )

@@ -56,16 +56,6 @@ def installed_impl(config: Config, device: str, precision: str) -> Impl:
     return layer_impl(impl, device, available, precision)
 
 
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Round the vocabulary up to a multiple of the tensor parallel size; rows beyond `vocab_size` are padding."""
-    return -(-vocab_size // tp) * tp
-
-
-def _is_users(config: Config) -> bool:
-    """Return whether a user function builds the model or its layers."""
-    return bool(config.model.custom_model_provider_path or config.model.custom_spec_path)
-
-
 def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> dict[str, object]:
     """Return the fields of TransformerConfig.
 
@@ -122,7 +112,8 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "calculate_per_token_loss": True,
         # On a CPU by `cpu.megatron_patches`; on a GPU it needs apex, or Transformer Engine's layers. Autograd sees no
         # such gradient: a user's model may have hooks on a weight, or use it twice.
-        "gradient_accumulation_fusion": plan.device == "cpu" and not _is_users(config),
+        "gradient_accumulation_fusion": plan.device == "cpu"
+        and not (config.model.custom_model_provider_path or config.model.custom_spec_path),
         "masked_softmax_fusion": False,
         "rotary_interleaved": shape.rotary_interleaved,
         "transformer_impl": impl,
@@ -133,29 +124,22 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
     if shape.num_experts:
         fields["moe_grouped_gemm"] = impl == "transformer_engine"
     passed = config.passthrough.transformer
-    _check_passed(passed, shape, plan)
-    if plan.device == "cpu":
-        fields.update({name: value for name, (value, _) in _cpu_overrides().items()})
-    fields.update(passed)
-    return fields
-
-
-def _cpu_overrides() -> Mapping[str, tuple[object, str]]:
-    from fusionrl.cpu import megatron_patches
-
-    return megatron_patches.OVERRIDES
-
-
-def _check_passed(passed: Mapping[str, object], shape: ModelShape, plan: TrainerPlan) -> None:
     for name in sorted(passed.keys() & shape.kind_fields.keys() - _MAY_CHANGE):
         raise ValueError(
             f"--{name.replace('_', '-')} {passed[name]}: the config.json of --hf-checkpoint says"
             f" {shape.kind_fields[name]}, and so engines compute; leave the flag out"
         )
-    for name, (value, reason) in _cpu_overrides().items() if plan.device == "cpu" else ():
-        if name in passed and passed[name] != value:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out")
+    if plan.device == "cpu":
+        from fusionrl.cpu.megatron_patches import OVERRIDES
+
+        for name, (value, reason) in OVERRIDES.items():
+            if passed.get(name, value) != value:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(
+                    f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out"
+                )
+            fields[name] = value
+    return fields | passed
 
 
 def transformer_class(fields: Mapping[str, object]) -> type[TransformerConfig]:

@@ -64,17 +64,14 @@ def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShar
             "them response: the first token of a text is predicted by nothing; give the sample at least one "
             "prompt token"
         )
-    return replace(shard, fields=shard.fields | _columns_for(shard, columns))
-
-
-def _columns_for(shard: TrainShard, columns: Sequence[ColumnSource]) -> dict[str, np.ndarray]:
-    """Name → flat array over the response tokens of the shard's samples."""
+    fields = dict(shard.fields)
     merged: Columns = {}
     for part in columns:
         merged |= part if isinstance(part, dict) else get(part)
-    names = next(iter(merged.values()), {})
-    rows = [merged[position] for position in shard.fields["position"].tolist()] if columns else []
-    return {name: np.concatenate([np.zeros(0, np.float32), *(row[name] for row in rows)]) for name in names}
+    for name in next(iter(merged.values()), {}):
+        rows = [merged[position][name] for position in fields["position"].tolist()]
+        fields[name] = np.concatenate([np.zeros(0, np.float32), *rows])
+    return replace(shard, fields=fields)
 
 
 def columns_of(shard: TrainShard, names: Sequence[str]) -> Columns:

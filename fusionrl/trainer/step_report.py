@@ -80,8 +80,12 @@ def pooled_metrics(
         for name in _names([getattr(step, kind) for step in steps]):
             if name != counter and not name.startswith(MISMATCH):
                 used = [getattr(step, kind) for step in (later if name in OFF_POLICY else steps)]
-                metrics[name] = _pooled([sums for sums in used if name in sums], name, counter)
-    metrics |= _mismatch(steps)
+                metrics[name] = _mean(used, name, counter)
+    compared = [step for step in steps if MISMATCH + MISMATCH_SUMS[0] in step.token_sums]
+    if compared:
+        sums = [sum(step.token_sums[MISMATCH + name] for step in compared) for name in MISMATCH_SUMS]
+        peaks = [max(step.maxima[MISMATCH_PEAK] for step in compared)]
+        metrics |= mismatch_metrics(torch.tensor(sums, dtype=torch.float64), torch.tensor(peaks, dtype=torch.float64))
     for name in _names([step.maxima for step in steps]):
         if not name.startswith(MISMATCH):
             metrics[name] = _extreme([step.maxima[name] for step in steps if name in step.maxima], max)
@@ -97,17 +101,10 @@ def _names(parts: Sequence[dict[str, float]]) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
-def _pooled(parts: Sequence[dict[str, float]], name: str, counter: str) -> float:
-    return sum(part[name] for part in parts) / max(sum(part[counter] for part in parts), 1.0)
-
-
-def _mismatch(steps: Sequence[StepReport]) -> dict[str, float]:
-    compared = [step for step in steps if MISMATCH + MISMATCH_SUMS[0] in step.token_sums]
-    if not compared:
-        return {}
-    sums = [sum(step.token_sums[MISMATCH + name] for step in compared) for name in MISMATCH_SUMS]
-    peak = max(step.maxima[MISMATCH_PEAK] for step in compared)
-    return mismatch_metrics(torch.tensor(sums, dtype=torch.float64), torch.tensor([peak], dtype=torch.float64))
+def _mean(parts: Sequence[dict[str, float]], name: str, counter: str) -> float:
+    """The sum of `name` over the parts that have it, divided by that of `counter`."""
+    having = [part for part in parts if name in part]
+    return sum([part[name] for part in having]) / max(sum([part[counter] for part in having]), 1.0)
 
 
 def _over_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -133,9 +130,9 @@ def _each(steps: Sequence[StepReport], name: str) -> list[float]:
         if name in step.numbers:
             values.append(step.numbers[name])
         elif name in step.sequence_sums:
-            values.append(_pooled([step.sequence_sums], name, "sequences"))
+            values.append(_mean([step.sequence_sums], name, "sequences"))
         elif name in step.token_sums:
-            values.append(_pooled([step.token_sums], name, "tokens"))
+            values.append(_mean([step.token_sums], name, "tokens"))
     return values
 
 
