@@ -149,7 +149,7 @@ def _build_chunk(
 
 def _sight(config: Config, shape: VisionShape) -> Sight:
     """Return the argument of a `SeeingModel`."""
-    from fusionrl.data.processor_files import read_processor_files
+    from fusionrl.data.images import read_processor_files
     from fusionrl.trainer.vision import Sight
     from fusionrl.trainer.vision_tower import PixelScale
 
