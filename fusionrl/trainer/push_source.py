@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from fusionrl.models.shape import ModelShape
     from fusionrl.models.trainable import AdapterSpec
+    from fusionrl.weights.adapters import MergeSums
     from fusionrl.weights.disk import DiskWriter
     from fusionrl.weights.gather import Exporter
-    from fusionrl.weights.remote_calls import MergeLosses, MergeSums, SendReport, WriteReport
+    from fusionrl.weights.remote_calls import MergeLosses, SendReport, WriteReport
     from fusionrl.weights.send import WeightSender
 
 
@@ -114,11 +115,10 @@ class PushSource(TrainerBase):
         """Return the checksums that each rank of an engine of `tp_size` should have; collective over the trainers."""
         from fusionrl.models.convert import held
         from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
-        from fusionrl.weights.remote_calls import MergeSums
 
         # A draft model has further layers in other tensors; a stale one is slow and never wrong.
         # With sums of its own: those of the exporter are a push's.
-        exporter = replace(self._exporter(self.shape.trunk), merge_sums=MergeSums())
+        exporter = replace(self._exporter(self.shape.trunk), merge_sums=None)
         tensors = held(exporter.full(), self.plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
         whole_tower = bool(self.config.passthrough.sglang.get("mm_enable_dp_encoder"))
@@ -130,7 +130,7 @@ class PushSource(TrainerBase):
 
     @cached_property
     def _merge_sums(self) -> MergeSums:
-        from fusionrl.weights.remote_calls import MergeSums
+        from fusionrl.weights.adapters import MergeSums
 
         return MergeSums()
 
@@ -157,7 +157,7 @@ class PushSource(TrainerBase):
             reload=lambda: self.reload(only_weights=True),
             quantization=self.plan.quantization,
             merged=self._merged,
-            merge_sums=self._merge_sums,
+            merge_sums=self._merge_sums if self._merged is not None else None,
         )
 
     def _disk_writer(self) -> DiskWriter:

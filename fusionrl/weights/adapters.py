@@ -26,7 +26,7 @@ from fusionrl.models.rules import Rule, Sizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import ADAPTER, AdapterSpec, peft_module, peft_sizes, targeted_names
 from fusionrl.plan.push import EngineTarget
-from fusionrl.weights.remote_calls import MergeSums, SendReport, new_send_report, note_sent, wait_all
+from fusionrl.weights.remote_calls import MergeLosses, SendReport, new_send_report, note_sent, wait_all
 
 # Modules that engines have as one: SGLang takes an adapter of all of them.
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -122,6 +122,21 @@ def merged_tensors(
             a, b = (f"{peft_module(name)}.lora_{letter}.weight" for letter in "AB")
             weight, _ = merged(weight, factor(a, sizes[a]), factor(b, sizes[b]), spec.scale)
         yield name, weight.to(dtype)
+
+
+@dataclass
+class MergeSums:
+    """Sums over the values that `Merger` merges, on their device: of (what rounding changed)², and of (what
+    adapters add)²."""
+
+    lost: Tensor | float = 0.0
+    added: Tensor | float = 0.0
+
+    def take(self) -> MergeLosses:
+        """Return the sums, and begin anew."""
+        sums = float(self.lost), float(self.added)
+        self.lost = self.added = 0.0
+        return sums
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ message a rank, in the engines' precision. The collective export of the whole mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,10 +25,9 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import AdapterSpec
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push import Bucket, PushPlan, PushTensor, are_together, push_tensors
-from fusionrl.weights.remote_calls import MergeSums
 
 if TYPE_CHECKING:
-    from fusionrl.weights.adapters import Merger
+    from fusionrl.weights.adapters import Merger, MergeSums
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -245,7 +244,7 @@ class Exporter:
     reload: Callable[[], None] = lambda: None
     quantization: BlockFp8 | None = None
     merged: AdapterSpec | None = None
-    merge_sums: MergeSums = field(default_factory=MergeSums)
+    merge_sums: MergeSums | None = None
 
     def whole(self, without: Set[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every other weight, whole, as engines load it; collective over all ranks."""
@@ -264,10 +263,10 @@ class Exporter:
     def _merger(self) -> Merger | None:
         if self.merged is None:
             return None
-        from fusionrl.weights.adapters import Merger
+        from fusionrl.weights.adapters import Merger, MergeSums
 
         held = {name: (rule, part) for name, rule, part in local_adapters(self.chunks, self.shape, self.merged)}
-        return Merger(held, self.merged.scale, DTYPES[self.dtype], self.merge_sums)
+        return Merger(held, self.merged.scale, DTYPES[self.dtype], self.merge_sums or MergeSums())
 
     def tensors(self, group: dist.ProcessGroup | None) -> list[PushTensor]:
         """Every tensor of the model with the stage that holds it; collective over `group`, of all ranks."""

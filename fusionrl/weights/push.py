@@ -57,7 +57,7 @@ def push_weights(
         with span("pause engines"):
             paused = push.pause(pause_mode)
         try:
-            push.ask_engines("begin_weight_update")
+            wait_all(push.engine_calls("begin_weight_update"), push.left())
             with span("transfer"):
                 sent: list[SendReport] = push.ask_trainers(
                     "push_weights", list(targets), list(feeds), version, transport
@@ -117,11 +117,8 @@ class PushCalls:
         calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(self.trainers)]
         return wait_all(calls, self.left())
 
-    def ask_engines(self, method: str) -> None:
-        """Wait for all engines."""
-        wait_all(self._engine_calls(method), self.left())
-
-    def _engine_calls(self, method: str) -> list[tuple[str, ObjectRef]]:
+    def engine_calls(self, method: str) -> list[tuple[str, ObjectRef]]:
+        """Begin a call of every engine."""
         return [(f"engine {t.index}: {method}", getattr(t.handle, method).remote()) for t in self.targets]
 
     def pause(self, mode: str) -> float:
@@ -138,7 +135,7 @@ class PushCalls:
 
     def release(self, method: str) -> list[str]:
         """Call `method` on every engine, whatever its state; return the failures."""
-        return call_failures(self._engine_calls(method), lambda: RELEASE_TIMEOUT_S)
+        return call_failures(self.engine_calls(method), lambda: RELEASE_TIMEOUT_S)
 
 
 def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:

@@ -16,14 +16,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Generic, NotRequired, Protocol, TypedDict, TypeVar, overload
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any, Generic, NotRequired, Protocol, TypedDict, TypeVar, overload
 
 _waits: list[Callable[[], Iterable[object]]] = []
 
@@ -106,22 +102,7 @@ class WriteReport(TypedDict):
 
 
 MergeLosses = tuple[float, float]
-"""(lost, added) of `MergeSums`."""
-
-
-@dataclass
-class MergeSums:
-    """Sums over the values that `adapters.Merger` merges, on their device: of (what rounding changed)², and of (what
-    adapters add)²."""
-
-    lost: Tensor | float = 0.0
-    added: Tensor | float = 0.0
-
-    def take(self) -> MergeLosses:
-        """Return the sums, and begin anew."""
-        sums = float(self.lost), float(self.added)
-        self.lost = self.added = 0.0
-        return sums
+"""(lost, added) of `adapters.MergeSums`."""
 
 
 def merge_loss(losses: Iterable[MergeLosses]) -> float:
@@ -174,19 +155,14 @@ def get(refs: Reference[T] | Sequence[Reference[T]], timeout: float | None = Non
 
     Raises TimeoutError after `timeout` seconds.
     """
-    with waiting(lambda: refs if isinstance(refs, list | tuple) else [refs]):
-        return _get(refs, timeout)
+    all_refs: Sequence[Any] = refs if isinstance(refs, list | tuple) else [refs]
+    with waiting(lambda: all_refs):
+        if all(isinstance(ref, LocalRef) for ref in all_refs):
+            answers = [ref.future().result(timeout) for ref in all_refs]
+            return answers if isinstance(refs, list | tuple) else answers[0]
+        import ray
 
-
-def _get(refs: Reference[T] | Sequence[Reference[T]], timeout: float | None) -> T | list[T]:
-    if isinstance(refs, LocalRef):
-        answer: T = refs.future().result(timeout)
-        return answer
-    if isinstance(refs, list | tuple) and all(isinstance(ref, LocalRef) for ref in refs):
-        return [ref.future().result(timeout) for ref in refs]
-    import ray
-
-    return ray.get(refs, timeout=timeout)
+        return ray.get(refs, timeout=timeout)
 
 
 def wait(

@@ -12,8 +12,8 @@ from fusionrl.models import convert, families
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.models.trainable import ADAPTER, AdapterSpec, adapter_rules
-from fusionrl.weights.adapters import Merger
-from fusionrl.weights.remote_calls import MergeSums, merge_loss
+from fusionrl.weights.adapters import Merger, MergeSums
+from fusionrl.weights.remote_calls import merge_loss
 from tests.trainer import hf_models
 from tools.family_loops import WITHOUT_MLP, adapter_flags
 
