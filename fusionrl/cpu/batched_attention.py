@@ -78,11 +78,9 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan the calls for requests with `prefixes` tokens in the cache and `news` tokens, one or more, to compute.
 
-    table      [any, longest] slot of each token of each request
-    rows       [requests] row of the table
-    dtype      of the queries
-    row_bytes  of a token's keys, or of its values
-    window     a query sees so many tokens before its own; None: all of them
+    `table` [any, longest] has the slot of each token of each request, in row `rows` [requests]; `dtype` is
+    that of the queries, `row_bytes` that of a token's keys, or of its values. A query sees `window` tokens before its
+    own; None: all of them.
     """
     if max(news) > 1:
         rows, prefixes, news = _cut(rows, prefixes, news, window)
@@ -132,10 +130,7 @@ def divide(
 ) -> list[list[int]]:
     """Divide requests, by their places, into groups with little padding; one group keeps their order.
 
-    prefixes   that the new tokens see
-    news       tokens to compute
-    max_rows   of keys in a group of several requests; None: any number
-    has_masks  a group of several requests has no more scores than a mask may have
+    A group of several requests has at most `max_rows` of keys, and if it `has_masks` as many scores as a mask may have.
     """
     totals = [prefix + new for prefix, new in zip(prefixes, news, strict=True)]
     costs = [_cost(new, total) for new, total in zip(news, totals, strict=True)]
@@ -203,14 +198,8 @@ def plan_trees(
 ) -> AttentionPlan:
     """Plan one call for B requests, each with a tree of n drafted tokens (`speculation.py`) after those in the cache.
 
-    A drafted token sees what is before the draft, its ancestors and itself.
-
-    table       [any, longest] slot of each token of each request; those of the tree come after those before it
-    rows        [B] row of the table
-    num_before  [B] tokens before the tree
-    tree_mask   [B * n * n], or more, bool: which nodes a node sees
-    dtype       of the queries
-    window      a query sees so many positions before its own; None: all of them
+    A drafted token sees what is before the draft (`num_before` [B] tokens, their slots first in the table's row), its
+    ancestors and itself: `tree_mask` [B * n * n], or more, bool. The others are as of `plan_attention`.
     """
     count = len(rows)
     num_nodes = math.isqrt(len(tree_mask) // count)

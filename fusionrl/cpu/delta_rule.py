@@ -33,15 +33,9 @@ def delta_rule(
     Each token scales the state by its decay, and brings the value that the state gives for its key nearer to its own,
     by a share of `beta`; it then reads the state by its query.
 
-    Args:
-        query, key: [T, H, K], normed here; HV / H heads of values share one
-        value: [T, HV, V]
-        decay: [T, HV], the logarithm of the factor
-        beta: [T, HV]
-        state: [HV, V, K] before the first token
-
-    Returns:
-        ([T, HV, V], the state after the last token)
+    Queries and keys [T, H, K] are normed here, and HV / H heads of values [T, HV, V] share one; `decay` [T, HV] is the
+    logarithm of the factor, and `state` [HV, V, K] that before the first token. Returns ([T, HV, V], the state after
+    the last token).
     """
     query, key = _unit_heads(query, key, value.size(1))
     query, key, value, state = *(x.transpose(0, 1) for x in (query, key, value.float())), state.float()
@@ -145,7 +139,8 @@ def causal_conv1d_fn_cpu(
             before = conv_states[slot].to(x.dtype) if has_state else x.new_zeros(len(x), width - 1)
             channels = torch.cat([before, x[:, start:end]], 1)
             kernel = weight.view(len(x), 1, width).float()
-            convolved = F.conv1d(channels[None].float(), kernel, _float(bias), groups=len(x))[0]
+            shift = None if bias is None else bias.float()
+            convolved = F.conv1d(channels[None].float(), kernel, shift, groups=len(x))[0]
             out[:, start:end] = _ACTIVATIONS[activation](convolved)
             conv_states[slot] = channels[:, 1 - width :].to(conv_states.dtype)
     return out
@@ -165,10 +160,6 @@ def causal_conv1d_update_cpu(
     conv_state[slots] = channels[..., 1:].to(conv_state.dtype)
     convolved = (channels.float() * weight.view(-1, channels.size(-1)).float()).sum(-1)
     return _ACTIVATIONS[activation](convolved if bias is None else convolved + bias.float()).to(x.dtype)
-
-
-def _float(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float()
 
 
 def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
@@ -214,20 +205,14 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     return qkv.contiguous(), z.reshape(len(z), num_value_heads, value_dim), b.contiguous(), a.contiguous()
 
 
-OPERATIONS = {
-    function.__name__: function
-    for function in (
-        *(fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu, fused_rmsnorm_gated_cpu),
-        *(fused_qk_gemma_rmsnorm_cpu, fused_qk_gemma_rmsnorm_with_gate_cpu, fused_sigmoid_mul_cpu),
-        fused_qkvzba_split_reshape_cat_contiguous_cpu,
-    )
-}
+_OPERATIONS = (
+    *(fused_gdn_gating_cpu, fused_sigmoid_gating_delta_rule_update_cpu, fused_rmsnorm_gated_cpu),
+    *(fused_qk_gemma_rmsnorm_cpu, fused_qk_gemma_rmsnorm_with_gate_cpu, fused_sigmoid_mul_cpu),
+    fused_qkvzba_split_reshape_cat_contiguous_cpu,
+)
+OPERATIONS = {function.__name__: function for function in _OPERATIONS}
 """Functions of `torch.ops.sgl_kernel`."""
-MAMBA = {
-    function.__name__: function
-    for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu)
-}
-"""Functions of `sgl_kernel.mamba`."""
+_MAMBA = (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu)
 
 
 def register() -> None:
@@ -235,7 +220,7 @@ def register() -> None:
     operations = torch.ops.sgl_kernel
     if not hasattr(operations, "chunk_gated_delta_rule_cpu"):
         sys.modules["sgl_kernel.mamba"] = module = types.ModuleType("sgl_kernel.mamba")
-        vars(module).update(MAMBA)
+        vars(module).update({function.__name__: function for function in _MAMBA})
     for name, function in OPERATIONS.items():
         if not hasattr(operations, name):
             setattr(operations, name, function)

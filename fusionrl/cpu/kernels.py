@@ -143,13 +143,10 @@ def swiglu_backward(grad: Tensor, both: Tensor) -> Tensor:
 
 
 def rotate(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    """Turn halves of each head against each other, as rotary embeddings do; the dimensions beyond them are copied.
+    """Turn halves of each head of values [T, heads, d] against each other, as rotary embeddings do.
 
-    values    [T, heads, d]
-    cos, sin  [T, r / 2] of one stride: the first r of d dimensions are turned
-    back      turn the other way, which is the gradient
-
-    Raises IndexError if a token has no row of angles.
+    cos, sin [T, r / 2], of one stride, turn the first r of d dimensions; the others are copied. `back` turns the other
+    way, which is the gradient. Raises IndexError if a token has no row of angles.
     """
     assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.stride(-1) == 1
     count, heads, size = values.shape
@@ -157,8 +154,8 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> T
     out = values.new_empty(values.shape)
     _call(
         *("rotate", (values, cos, sin), values.data_ptr(), *values.stride()[:2], cos.data_ptr(), sin.data_ptr()),
-        *(cos.stride(0), cos.size(0), None, -1.0 if back else 1.0, out.data_ptr()),
-        *(count, heads, size, 2 * cos.size(-1)),
+        *(cos.stride(0), cos.size(0), None, -1.0 if back else 1.0, out.data_ptr(), count, heads, size),
+        2 * cos.size(-1),
     )
     return out
 
@@ -236,11 +233,12 @@ def attend_new(
 ) -> Tensor:
     """The attention of a decode step in one call: heads are normed and rotated, keys and values stored, then attended.
 
-    qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; overwritten
-    norms: weights [D] of the norms of queries and keys, dense; None: there are none
-    angles, positions: as `table` and `positions` of `rotate_both`, dense
-    slots: [B] int64 where the cache takes the new keys and values, dense
-    keys, values, table, rows, lengths, scale, window: as of `attend_decode`, heads of keys and values of one size D
+    All is dense. `angles` and `positions` are as `table` and `positions` of `rotate_both`; what is not listed is as of
+    `attend_decode`, with heads of keys and values of one size D.
+
+    qkv    [B, (H + 2 K) * D] queries, keys and values of the new tokens; overwritten
+    norms  weights [D] of the norms of queries and keys; None: there are none
+    slots  [B] int64 where the cache takes the new keys and values
 
     Returns [B, H * D]. Raises IndexError if a position, a slot, a row or a length is beyond its table.
     """
@@ -271,19 +269,13 @@ def delta_decode(
 ) -> Tensor:
     """One new token a request of gated delta nets, whose states it changes where they are.
 
-    Args:
-        query, key: [B, H, K], made of one length here; HV / H heads of values share one
-        value: [B, HV, V]
-        keep: [B, HV] fp32, the factor of the states
-        share: [B, HV] fp32, of the way to the value
-        states: [slots, HV, V, K] fp32, each slot dense
-        slots: [B] int64, each another one
+    query, key   [B, H, K], made of one length here; HV / H heads of values share one
+    value        [B, HV, V]
+    keep, share  [B, HV] fp32: the factor of the states, and how much of the way to the value they take
+    states       [slots, HV, V, K] fp32, each slot dense
+    slots        [B] int64, each another one
 
-    Returns:
-        [B, HV, V]
-
-    Raises:
-        IndexError: a slot is beyond the states.
+    Returns [B, HV, V]. Raises IndexError if a slot is beyond the states.
     """
     (count, heads, size), (_, value_heads, value_size) = query.shape, value.shape
     assert key.shape == query.shape and value_heads % heads == 0
@@ -306,24 +298,15 @@ def delta_decode(
 
 @dataclass(frozen=True)
 class RowTable:
-    """Where the sequences of a packed row have their tokens; sequences that share tokens stand side by side.
+    """Where the sequences of a packed row have their tokens; sequences that share tokens stand side by side."""
 
-    places      [tokens of all sequences] int32 packed token of each, one sequence after the other
-    starts      [sequences + 1] int64 where each begins among these
-    firsts      [sequences] int64 tokens at its begin that a sequence before it has, too: attended to once
-    families    [families + 1] int64 first sequence of each family: what a sequence shares it shares within its family
-    longest     tokens of the longest sequence
-    num_tokens  of the packed row
-    is_whole    each of its tokens is in a sequence
-    """
-
-    places: Tensor
-    starts: Tensor
-    firsts: Tensor
-    families: Tensor
-    longest: int
-    num_tokens: int
-    is_whole: bool
+    places: Tensor  # [tokens of all sequences] int32 packed token of each, one sequence after the other
+    starts: Tensor  # [sequences + 1] int64 where each begins among these
+    firsts: Tensor  # [sequences] int64 tokens at its begin that a sequence before it has, too: attended to once
+    families: Tensor  # [families + 1] int64 first sequence of each family, within which sequences share tokens
+    longest: int  # tokens of the longest sequence
+    num_tokens: int  # of the packed row
+    is_whole: bool  # each of its tokens is in a sequence
 
     def pointers(self) -> tuple[int, ...]:
         """The tensors, and the two sizes that the kernels take after them."""
@@ -334,13 +317,10 @@ class RowTable:
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the sequences in a packed row of T tokens; H / K heads share a key head.
+    """Causal attention of the sequences in a packed row: query [T, H, D], key [T, K, D], value [T, K, V].
 
-    query       [T, H, D]
-    key, value  [T, K, D], [T, K, V]
-    window      a token sees so many before itself; None: all
-
-    Returns ([T, H, V], the logarithm of each softmax's sum [T, H] in fp32); 0 for tokens of no sequence.
+    A token sees `window` tokens before itself; None: all. Returns ([T, H, V], the logarithm of each softmax's sum
+    [T, H] in fp32); 0 for tokens of no sequence.
     """
     parts, strides = _heads(query, key, value)
     (count, heads, size), (_, groups, _), value_size = query.shape, key.shape, value.size(2)

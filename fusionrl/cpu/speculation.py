@@ -27,9 +27,8 @@ def read_tree(
 ) -> None:
     """Write the links of each tree, whose `tree_mask` [B * n * n] says which nodes are a node's ancestors (and itself).
 
-    `num_before` [B] are the tokens before node 0. Written: `positions` [B * n] of each node's token; `indices` [B, n],
-    the number of each node in the batch; the first child of each node and the next child of its parent [B, n], -1 for
-    none.
+    `num_before` [B] are the tokens before node 0. Written: the position [B * n] of each node's token; its number in the
+    batch, first child and next sibling [B, n], -1 for none.
     """
     nodes = torch.arange(num_nodes)
     is_ancestor = tree_mask.view(batch_size, num_nodes, num_nodes).bool() & (nodes < nodes[:, None])

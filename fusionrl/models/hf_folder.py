@@ -26,24 +26,15 @@ _MODULES = ("modules_to_not_convert", "ignored_layers")  # of a quantization_con
 
 
 class Place(NamedTuple):
-    """Where the files have a tensor of the text model.
+    """Where the files have a tensor of the text model."""
 
-    name         of the tensor in the files
-    expert       number of the expert, if `name` has the tensors of all; None: it is this one alone
-    num_experts  experts that `name` has
-    part         place among the tensors that it has of each expert, one over the other
-    num_parts    how many these are
-    may_turn     `name` may have [in, out] of each expert
-    is_turned    it has
-    """
-
-    name: str
-    expert: int | None = None
-    num_experts: int = 1
-    part: int = 0
+    name: str  # of the tensor in the files
+    expert: int | None = None  # number of the expert, if `name` has the tensors of all; None: it is this one alone
+    num_experts: int = 1  # that `name` has
+    part: int = 0  # place among the tensors that it has of each expert, one over the other
     num_parts: int = 1
-    may_turn: bool = False
-    is_turned: bool = False
+    may_turn: bool = False  # `name` may have [in, out] of each expert
+    is_turned: bool = False  # it has
 
     def whole(self, sizes: Sizes) -> Sizes:
         """Sizes of the tensor in the files, where those of the text model's are `sizes`."""
@@ -59,8 +50,7 @@ class Place(NamedTuple):
     def turned(self, sizes: Sizes, stored: Sizes) -> Place:
         """This place as the files have it, whose tensor is of `stored` sizes and the text model's of `sizes`.
 
-        Raises:
-            ValueError: an expert's tensor is square there, so that its sizes do not tell.
+        Raises ValueError for an expert's square tensor, whose sizes do not tell.
         """
         other = self._replace(is_turned=True)
         if not self.may_turn or stored != other.whole(sizes):
@@ -86,11 +76,7 @@ class Place(NamedTuple):
 
 
 def text_config(raw: HfConfig) -> HfConfig:
-    """The text model's config.json: `raw` itself, or made of that of a multimodal model.
-
-    Raises:
-        ValueError: a multimodal model's has no text part of its family.
-    """
+    """The text model's config.json: `raw` itself, or made of that of a multimodal model. ValueError: it has none."""
     model_type = raw.get("model_type")
     family = families.published_family(model_type) if isinstance(model_type, str) else None
     if family is None or family.published is None:
@@ -136,11 +122,7 @@ def whole_name(name: str, form: Published) -> str:
 
 
 def vision_of(raw: HfConfig, text: HfConfig) -> VisionShape:
-    """The tower of a model, of its config.json and that of its text part.
-
-    Raises:
-        ValueError: it has none, or one that is not trained here.
-    """
+    """The tower of a model, of its config.json and that of its text part. ValueError: none that is trained here."""
     form = form_of(text)
     if form is None or form.vision is None or not isinstance(raw.get("vision_config"), Mapping):
         forms = [family.published for family in families.built_in()]
@@ -150,11 +132,8 @@ def vision_of(raw: HfConfig, text: HfConfig) -> VisionShape:
 
 
 def places(stored: Iterable[str], text: HfConfig) -> dict[str, Place]:
-    """Return the place of each tensor in the files, by the text model's name, or by its own if no text model has it.
-
-    stored  names in the files
-    text    the text model's config.json
-    """
+    """Return the place of each tensor of `stored`, the names in the files, by the name that the text model has for it,
+    or by its own; `text` is the text model's config.json."""
     form = form_of(text)
     if form is None:
         return {name: Place(name) for name in stored}

@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 class HFReader:
     """Tensors of a Hugging Face folder by the text model's names, each read at its first use.
 
-    Those in block-wise fp8 or MXFP4 are fp32.
-
-    Raises (on construction and by `get`):
-        ValueError: names the flag, the file and the tensor that is missing, of a wrong shape or cannot be
-            read.
+    Those in block-wise fp8 or MXFP4 are fp32. Construction and `get` raise ValueError, which names the flag, the file
+    and the tensor that is missing, of a wrong shape or cannot be read.
     """
 
     def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
@@ -277,9 +274,8 @@ def iter_hf_tensors(
     at a time: one, or one expert of each expert-parallel rank; of a stack, all experts of a layer. The order is that of
     `families.hf_shapes`, but that the experts with the same place on their ranks come together.
 
-    `value_of`: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
-    `adapters`: export their tensors, by PEFT's names, in place of the model's.
-    `dtype`: of values that are not always in fp32; the model's if not given.
+    `value_of` says what to export of a parameter, `dtype` the type of values that are not always in fp32, if not the
+    model's. With `adapters` their tensors are exported, by PEFT's names, in place of the model's.
     """
     from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
 """What a checkpoint's files must hold by its config.json: block-wise fp8, MXFP4, and the tensors' shapes. Pure."""
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,9 +155,7 @@ def shape_errors(
     expected = families.hf_shapes(shape)
     optional = {name for rule in families.model_rules(shape).values() if rule.optional for name in rule.hf}
     if quantization is not None:
-        expected |= {
-            n + SCALE: quantization.scale_shape(expected[n]) for n in tuple(expected) if n in quantization.names
-        }
+        expected |= {n + SCALE: quantization.scale_shape(expected[n]) for n in expected if n in quantization.names}
     where = places(stored, raw)
     found = {name: where.get(name, Place(name)) for name in expected}
     for name, place in found.items():
@@ -165,8 +163,8 @@ def shape_errors(
             found[name] = place.turned(expected[name], stored[place.name].sizes)
     expected = as_stored({place.name: place.whole(expected[name]) for name, place in found.items()}, stored)
     has_other = raw.get("quantization_config") and quantization is None and not is_mxfp4(raw)
-    is_packed = _packed(stored) if has_other else lambda name: False
-    wrong = _wrong_shapes(flag, raw, expected, stored, is_packed)
+    packed = _packed(stored) if has_other else set()
+    wrong = _wrong_shapes(flag, raw, {n: sizes for n, sizes in expected.items() if n not in packed}, stored)
     if wrong or not is_loaded:
         return wrong
     errors = []
@@ -180,17 +178,13 @@ def shape_errors(
 
 
 def _wrong_shapes(
-    flag: str,
-    raw: Mapping[str, object],
-    expected: Mapping[str, Sizes],
-    stored: Mapping[str, StoredTensor],
-    is_packed: Callable[[str], bool],
+    flag: str, raw: Mapping[str, object], expected: Mapping[str, Sizes], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
     errors: list[str] = []
     seen: set[tuple[Sizes, Sizes]] = set()  # sizes that a message has named: (by config.json, in the files)
     for name, sizes in expected.items():
         in_file = stored.get(name)
-        if in_file is None or in_file.sizes == sizes or is_packed(name):
+        if in_file is None or in_file.sizes == sizes:
             continue
         differing = {(sizes, in_file.sizes)}
         if len(sizes) == len(in_file.sizes):
@@ -210,17 +204,16 @@ def _wrong_shapes(
     return errors
 
 
-def _packed(stored: Mapping[str, StoredTensor]) -> Callable[[str], bool]:
-    """Return a test for tensors that may be packed, in a checkpoint whose quantisation only engines read.
+def _packed(stored: Mapping[str, StoredTensor]) -> set[str]:
+    """Return the tensors that may be packed, in a checkpoint whose quantisation only engines read.
 
     Such a tensor is stored as integers, or keeps scales or state in other tensors (`…weight_scale`, `…weight.absmax`),
     and then its sizes are the method's. fp8 values keep the sizes of the weight.
     """
     parts = (name.partition(".weight") for name in stored)
-    beside = {f"{module}.weight" for module, _, rest in parts if rest.startswith(("_", "."))}
-    return lambda name: (
-        not stored[name].dtype.startswith("F8") and (name in beside or stored[name].dtype.startswith(("I", "U")))
-    )
+    described = {f"{module}.weight" for module, _, rest in parts if rest.startswith(("_", "."))}
+    integers = {name for name, tensor in stored.items() if tensor.dtype.startswith(("I", "U"))}
+    return {name for name in (described & stored.keys()) | integers if not stored[name].dtype.startswith("F8")}
 
 
 def _first(names: list[str]) -> str:

@@ -1,10 +1,8 @@
 """The rules that a family's table is made of, one for each Megatron tensor. Pure, without torch.
 
-A rule names a Megatron tensor, the Hugging Face tensors it is made of, how they are joined, and how the result is
-split over tensor-parallel ranks. Loading joins and splits; exporting gathers and takes apart (`models/convert.py`).
-
-Megatron's names are those of the local layer spec with the numbers that layers and experts have in the whole model;
-Transformer Engine's fused names are mapped onto them.
+Loading joins tensors by them and splits the result; exporting gathers and takes apart (`models/convert.py`). Megatron's
+names are those of the local layer spec with the numbers of layers and experts in the whole model; Transformer Engine's
+fused names are mapped onto them.
 """
 
 from __future__ import annotations
@@ -52,19 +50,16 @@ class Rule:
               grouped  rows interleaved by `groups` of heads: (q of group 0, k 0, v 0, q of group 1, …)
               concat   one over the other: gate over up
               interleaved  rows of gate and of up alternate in one tensor (gpt-oss); in Megatron's, gate over up
-    split     over tensor-parallel ranks: replicated; rows (dimension 0); columns (dimension 1); paired_rows (rows of
-              each half of dimension 0)
-    expert    number of the expert it belongs to: it stands on one expert-parallel rank, and is split over the
-              expert-tensor-parallel ranks instead
-    buffer    a buffer, not a parameter: nothing trains it by gradients; in fp32
+    split     over tensor-parallel ranks: replicated; rows; columns; paired_rows (rows of each half of the tensor)
+    expert    number of its expert: it stands on one expert-parallel rank, split over expert-tensor-parallel ranks
+    buffer    a buffer, which no gradient trains; in fp32
     exact     in fp32 here, in pushes and in engines, where the model is in bf16
     optional  a folder need not have it; then it is zeros
     groups    of a grouped join: whole groups stand on a tensor-parallel rank
-    sections  of a grouped join: Hugging Face name → rows of each part that the tensor consists of, one after another
-              (q, k, v in one tensor); a tensor that is not named is one part
+    sections  of a grouped join: Hugging Face name → rows of each part of a tensor of several (q, k, v in one)
     transposed  the Hugging Face tensor is [in, out], Megatron's [out, in]
-    stack     experts of a layer, where one Hugging Face tensor has those of all (gpt-oss): its shape in `hf` is that of
-              one, which stands whole on its rank; 0: a tensor of its own
+    stack     experts of a layer, where one Hugging Face tensor has those of all (gpt-oss); `hf` has the shape of one,
+              which stands whole on its rank; 0: a tensor of its own
     """
 
     megatron: str
@@ -95,15 +90,13 @@ class Rule:
     @cached_property
     def numel(self) -> int:
         """Number of its values."""
-        return sum(prod(sizes) for sizes in self.hf.values())
+        return prod(self.sizes)
 
     @cached_property
     def sizes(self) -> Sizes:
         """Sizes of the whole Megatron tensor."""
         first, *_ = self.hf.values()
-        if self.transposed:
-            return first[::-1]
-        return (sum(sizes[0] for sizes in self.hf.values()), *first[1:])
+        return first[::-1] if self.transposed else (sum(sizes[0] for sizes in self.hf.values()), *first[1:])
 
     @cached_property
     def layer(self) -> int | None:
@@ -220,13 +213,13 @@ class MtpNames:
 class Published:
     """The form of the folders of a multimodal model that has a family as its text part (`models/hf_folder.py`).
 
-    model_type    of its config.json, whose `text_config` is the family's
-    others        pattern of names in its files that do not belong to the text model
-    architecture  SGLang's class of the text part alone; None: engines serve the whole model in any run
-    prefixes      beginnings of names in its files → those of the text model, and of a tower
-    packed        name of a tensor of all experts → the tensors of one expert in it, one over the other
-    may_turn      such a tensor may have [in, out] of each expert, not [out, in]
-    vision        the tower, of config.json of the whole model and of its text part; None: it is not trained here
+    model_type       of its config.json, whose `text_config` is the family's
+    others           pattern of names in its files that do not belong to the text model
+    architecture     SGLang's class of the text part alone; None: engines serve the whole model in any run
+    prefixes         beginnings of names in its files → those of the text model, and of a tower
+    packed           name of a tensor of all experts → the tensors of one expert in it, one over the other
+    may_turn         such a tensor may have [in, out] of each expert, not [out, in]
+    vision           reads the tower from both config.json, the whole and its text part; None: it is not trained here
     boxes_in_pixels  the model gives boxes in an image in pixels, not in thousandths of its sides
     """
 
@@ -251,24 +244,23 @@ class Published:
 class Family:
     """One `model_type` of config.json.
 
-    model_type  as config.json has it
-    read        the fields of `ModelShape` that config.json gives this family; raises `ValueError` for what no trainer
-                here computes, and `KeyError` for a size that is missing
-    layer       rules of one decoder layer
-    ignored     pattern of names that its checkpoints carry and no model here needs, added to `IGNORED`;
-                {num_layers} is the number of layers, {further} the numbers that layers after the last may have
-    engines_join  engines keep some tensors joined (`Kind.engine_tensors`); False where they run transformers' own model
-    engine_paths  parts of names that engines leave out: attention is the layer itself (Qwen3.5)
-    engine_whole  modules that each rank of an engine has whole, without rows that pad them (Gemma's embedding)
+    read           fields of `ModelShape` from config.json; raises `ValueError` for what no trainer here computes, and
+                   `KeyError` for a size that is missing
+    layer          rules of one decoder layer
+    ignored        pattern of names that its checkpoints carry and no model here needs, added to `IGNORED`;
+                   {num_layers} is the number of layers, {further} the numbers that layers after the last may have
+    engines_join   engines join some tensors (`Kind.engine_tensors`); False where they run transformers' own model
+    engine_paths   parts of names that engines leave out: attention is the layer itself (Qwen3.5)
+    engine_whole   modules that each rank of an engine has whole, without rows that pad them (Gemma's embedding)
     engine_copies  engines keep 1 + weight of norms that multiply by it, next to the weight
-    engine      fields that SGLang reads in config.json, for folders that lack them; None: it reads what trainers read
-    engine_rows  modules, apart from those of Llama's names, whose rows an engine's ranks divide
-    engine_fp32  ends of names of tensors that engines hold in fp32 whatever the model's type
-    yarn        trainers and engines compute YaRN alike for it
-    mtp         names of its layers of multi-token prediction; None: they are not trained here
-    unserved    why engines serve no model of such a shape; None: there is none that they do not
-    published   the multimodal model whose text part it is
-    defaults    field of config.json → what transformers takes where it is missing, if Llama's class takes another value
+    engine         fields that SGLang reads in config.json, for folders that lack them
+    engine_rows    modules, apart from those of Llama's names, whose rows an engine's ranks divide
+    engine_fp32    ends of names of tensors that engines hold in fp32 whatever the model's type
+    yarn           trainers and engines compute YaRN alike for it
+    mtp            names of its layers of multi-token prediction; None: they are not trained here
+    unserved       why engines serve no model of such a shape; None: they serve all
+    published      the multimodal model whose text part it is
+    defaults       field of config.json → what transformers takes where it is missing, if not what Llama's class takes
     """
 
     model_type: str

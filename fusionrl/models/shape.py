@@ -226,25 +226,18 @@ class ModelShape(BaseModel):
 
 
 def shape_difference(path: str | Path, saved: Mapping[str, Any], shape: ModelShape) -> str | None:
-    """Compare `saved`, the shape in the description of the checkpoint at `path`, with the model's.
+    """Return what differs first between `saved`, the shape in the checkpoint at `path`, and the model's; None: nothing.
 
-    Returns:
-        A message with both values of the first field that differs; None where all are equal.
-
-    Raises:
-        KeyError, TypeError, ValueError: another version wrote `saved`.
+    Raises KeyError, TypeError or ValueError where another version wrote `saved`.
     """
-    for name, before, now in differences(ModelShape(**saved), shape):
-        if name == "mtp_layers":
-            return (
-                f"checkpoint {path}: it has {before} layers of multi-token prediction, this run {now}; give"
-                " --enable-mtp-training and --mtp-num-layers as the run was started with, or leave them out as there"
-            )
+    name, before, now = next(differences(ModelShape(**saved), shape), ("", None, None))
+    if name == "mtp_layers":
         return (
-            f"checkpoint {path}: its model has {name} {before!r}, --hf-checkpoint "
-            f"has {now!r}; give the model that the run was started with"
+            f"checkpoint {path}: it has {before} layers of multi-token prediction, this run {now}; give"
+            " --enable-mtp-training and --mtp-num-layers as the run was started with, or leave them out as there"
         )
-    return None
+    different = f"its model has {name} {before!r}, --hf-checkpoint has {now!r}"
+    return f"checkpoint {path}: {different}; give the model that the run was started with" if name else None
 
 
 def differences(first: ModelShape, second: ModelShape) -> Iterator[tuple[str, object, object]]:

@@ -25,13 +25,9 @@ NAMES = "visual."
 
 
 class VisionShape(BaseModel):
-    """Sizes of a vision tower, and what its model says of images among tokens.
+    """Sizes of a vision tower of `num_layers` blocks, and what its model says of images among tokens.
 
-    num_layers         blocks
-    ffn_hidden_size    width of a block's MLP
-    patch_size, temporal_patch_size, channels  of a patch of pixels; a still image is repeated in time
-    merge              so many by so many patches become one feature
-    out_hidden_size    of a feature: the text model's hidden size
+    merge              so many by so many patches become one feature, of `out_hidden_size`
     image_token        id of the placeholder
     mrope_section      of half a head's dimensions, so many are turned by time, row and column; None: all by the place
                        in the sequence, as for text

@@ -36,14 +36,7 @@ def push_weights(
     pause_mode: str,
     timeout_s: float,
 ) -> dict[str, float]:
-    """Bring every engine to the trainers' weights, stamped with `version`. Returns perf/… and sync/… metrics:
-
-    sync/prepare_s   plan, groups, buffers and the first gathers, while the engines still generate
-    sync/pause_s     time from the first engine pausing until all have resumed
-    sync/transfer_s  part of it: from the first byte sent to the last answer
-    sync/bytes       of the weights, each counted once
-    sync/calls       requests to engines that carried weights
-    sync/gb_per_s    1e9 bytes that all engines together received a second of the transfer
+    """Bring every engine to the trainers' weights, stamped with `version`. Return the metrics.
 
     After a failure the engines resume with the weights they hold, so that they can be pushed to again or shut down.
     """
@@ -194,13 +187,7 @@ def push_by_disk(
     pause_mode: str,
     timeout_s: float,
 ) -> dict[str, float]:
-    """Bring every engine to the trainers' weights, stamped with `version`, through files. Returns perf/… and sync/…
-
-    perf/update_weights_density     share of the elements that travelled; 1 where the version is full
-    perf/update_weights_wire_bytes  of the files, each counted once (sync/bytes is the same)
-    sync/prepare_s                  trainers write and hosts pull, while the engines still generate
-    sync/pause_s                    time from the first engine pausing until all have resumed
-    sync/full_hosts                 hosts that a delta did not fit, and that got a full version
+    """Bring every engine to the trainers' weights, stamped with `version`, through files. Return the metrics.
 
     Targets with one `node_id` share a host's copy of the weights in `local_folder`; None: engines load what the
     trainers wrote. `keep_files`: the folders of older versions stay.
@@ -243,26 +230,26 @@ class _DiskPush(PushCalls):
         Returns rank 0's facts of what was written (a delta's, and a full version's where a host needs that), node →
         folder to load from, and the number of hosts that got a full version.
         """
-        written = [self._write("write_weights")]
+        handles = [target.handle for target in self.targets]
+        written: list[WriteReport] = self.ask_trainers("write_weights", self.version, handles)[:1]
         hosts = {target.node_id: target for target in reversed(self.targets)}  # one engine of each pulls for all
         paths = self._pull(hosts, written[0]["folder"])
         lacking = {node: target for node, target in hosts.items() if paths[node] is None}
         if lacking:
             logger.info("version %d goes in full to %d of %d hosts", self.version, len(lacking), len(hosts))
-            written.append(self._write("write_full_weights"))
+            written += self.ask_trainers("write_full_weights", self.version, handles)[:1]
             paths |= self._pull(lacking, written[1]["folder"])
         return written, paths, len(lacking)
 
     def load(self, paths: dict[str, str | None], pause_mode: str) -> float:
         """Pause the engines, load, and resume them. Return when the first of them paused."""
-        failed: list[str] = []
+        failed, stamp = list[str](), str(self.version)
         try:
             paused = self.pause(pause_mode)
-            stamp = str(self.version)
-            loads = [
-                (f"engine {t.index}: load", t.handle.update_weights_from_disk.remote(paths[t.node_id], version=stamp))
-                for t in self.targets
-            ]
+            loads = []
+            for target in self.targets:
+                load = target.handle.update_weights_from_disk
+                loads.append((f"engine {target.index}: load", load.remote(paths[target.node_id], version=stamp)))
             # Wait for every load even if one fails: an engine resumes only with complete old or complete new weights.
             failed += call_failures(loads, self.left)
         finally:
@@ -270,10 +257,6 @@ class _DiskPush(PushCalls):
         if failed:
             raise RuntimeError("weight push: " + "; ".join(failed))
         return paused
-
-    def _write(self, method: str) -> WriteReport:
-        written: list[WriteReport] = self.ask_trainers(method, self.version, [t.handle for t in self.targets])
-        return written[0]
 
     def _pull(self, hosts: dict[str, EngineTarget], folder: str) -> dict[str, str | None]:
         """Host → the folder that its engines load; None where the delta in `folder` does not fit its copy."""

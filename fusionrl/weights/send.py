@@ -2,17 +2,16 @@
 
 broadcast  each source and all engine ranks form a group (NCCL or gloo); each bucket is one flat broadcast.
 ipc        on a CPU: each source writes its buckets into shared memory, or sends them by value to another node.
-           CUDA: each engine rank maps the memory of the trainer rank on its own GPU (CUDA IPC), so every trainer rank
-           has every tensor.
+           CUDA: each engine rank maps the memory of the trainer rank on its own GPU, which has every tensor.
 
-The rank's main thread gathers (the trainer's process groups are used nowhere else), a second thread sends (so are the
-groups with the engines): the next bucket is gathered while this one is sent. The protocol, `fusionrl.weights.push`,
-runs in the driver.
+The rank's main thread gathers, in the trainer's process groups, and a second thread sends, in those with the engines:
+the next bucket is gathered while this one is sent. The protocol, `fusionrl.weights.push`, runs in the driver.
 """
 
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from threading import Event
 from typing import TypeVar
@@ -121,24 +120,18 @@ class _PreparedPush:
 
 @dataclass(kw_only=True, eq=False)
 class WeightSender:
-    """One trainer rank's sender. All ranks call `prepare`, and then `send`, together.
-
-    host          this node's address
-    node_id       its name as the targets have it
-    object_group  a gloo group over all trainer ranks; None: there is one rank
-    frozen        names of tensors that do not change, so that an engine that has them is not sent them again
-    """
+    """One trainer rank's sender. All ranks call `prepare`, and then `send`, together."""
 
     rank: int
     device: str
     backend: str
-    host: str
+    host: str  # this node's address
     exporter: Exporter
     buffer_size: int
     timeout_s: float
-    node_id: str = ""
-    object_group: dist.ProcessGroup | None = None
-    frozen: frozenset[str] = frozenset()
+    node_id: str = ""  # the node's name as the targets have it
+    object_group: dist.ProcessGroup | None = None  # gloo, over all trainer ranks; None: there is one rank
+    frozen: frozenset[str] = frozenset()  # tensors that do not change: an engine that has them is not sent them again
 
     def __post_init__(self) -> None:
         # Engines reached → their group: those that only evaluate take part in some pushes alone.
@@ -242,9 +235,8 @@ class WeightSender:
             self._buffers = [SharedBuffer(num_bytes, f"{self.rank}.{i}") for i in range(count)]
         else:
             # Written once here: the first touch of fresh memory costs more than what is copied into it.
-            self._buffers = [
-                torch.zeros(num_bytes, dtype=torch.uint8, device=self.exporter.device) for _ in range(count)
-            ]
+            zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.exporter.device)
+            self._buffers = [zeros() for _ in range(count)]
         return self._buffers
 
     def _members_near(self, plan: PushPlan, source: int) -> bool:
@@ -304,10 +296,7 @@ class WeightSender:
     # ------------------------------------------------------------------------------------ sending
     def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> SendReport:
         """Send every tensor once to every engine, but what is frozen to none that has it; after `prepare` with the same
-        targets. With its last bucket an engine gets the version, and empties its KV cache.
-
-        Returns what this rank sent.
-        """
+        targets. With its last bucket an engine gets the version, and empties its KV cache. Return what was sent."""
         processes = [target.process for target in targets]
         if transport == "ipc" and self.device == "cuda":
             from fusionrl.weights.cuda_ipc import CudaIpc

@@ -178,11 +178,9 @@ def _rope_type(rope: HfConfig) -> str:
 
 
 def _tower(raw: HfConfig, text: HfConfig, token: int, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that Qwen's towers have.
+    """Fields that Qwen's towers have, of config.json of the whole model and its `text` part.
 
-    raw    config.json of the whole model, and `text` that of its text part
-    token  id of an image's placeholder, if config.json does not say
-    usual  what transformers takes for sizes that are missing
+    `token` is the placeholder's id if config.json does not say, `usual` what transformers takes for missing sizes.
     """
     vision = {**usual, **raw["vision_config"]}
     rope: HfConfig = text.get("rope_parameters") or text.get("rope_scaling") or {}

@@ -34,32 +34,22 @@ class ParallelSizes(Protocol):
 class RankSizes:
     """What decides how large the tensors are that autograd keeps of a layer on one rank.
 
-    tp, cp, etp  parallel sizes
-    split        ranks over which the hidden states between the parts of a layer are divided
-    width        bytes of a value
-    is_fused     Transformer Engine's layers, not the local ones
-    on_cpu       torch's CPU kernels: attention in fp32, and that of latent attention keeps its probabilities
-    longest      tokens of a micro-batch's longest sequence: what is quadratic in it counts
-    modules      names in selective recomputation (--recompute-modules)
-    imbalance    tokens that the busiest expert-parallel rank gets, for each that a rank gets where all get the same
-    has_rows     our own attention on a CPU: it reads queries, keys and values where they are, and keeps no copies
-    cells        places in the local attention's padded calls for each token
-    is_padded    sequences of different lengths: they are copied into the padded calls
+    on_cpu: torch's CPU kernels compute attention in fp32, and that of latent attention keeps its probabilities.
     """
 
     tp: int
     cp: int
     etp: int
-    split: int
-    width: int
-    is_fused: bool
+    split: int  # ranks over which the hidden states between the parts of a layer are divided
+    width: int  # bytes of a value
+    is_fused: bool  # Transformer Engine's layers, not the local ones
     on_cpu: bool
-    longest: int
-    modules: frozenset[str] = frozenset()
-    imbalance: float = 1.0
-    has_rows: bool = False
-    cells: float = 1.0
-    is_padded: bool = False
+    longest: int  # tokens of a micro-batch's longest sequence: what is quadratic in it counts
+    modules: frozenset[str] = frozenset()  # names in selective recomputation (--recompute-modules)
+    imbalance: float = 1.0  # tokens of the busiest expert-parallel rank, for each where all have the same
+    has_rows: bool = False  # our own attention on a CPU: it reads tensors where they are, and keeps no copies
+    cells: float = 1.0  # places in the local attention's padded calls for each token
+    is_padded: bool = False  # sequences of different lengths: they are copied into the padded calls
 
     @property
     def kernel_width(self) -> int:

@@ -21,11 +21,8 @@ CHUNK = 64
 class Delta(Attention):
     """A gated delta net (arXiv:2412.06464) after a short causal convolution, with a gated norm of its output.
 
-    Tensor and context parallelism divide the heads of keys; each has `value_heads / key_heads` heads of values.
-
-    key_heads, key_dim      heads of queries and keys, and their size
-    value_heads, value_dim  heads of values, and their size
-    conv_size               tokens that the convolution sees
+    Tensor and context parallelism divide the heads of keys; each has `value_heads / key_heads` heads of values. The
+    convolution sees `conv_size` tokens.
     """
 
     kind: Literal["delta"] = "delta"
