@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fusionrl.plan.memory.trainer import BatchOptions
 
 LONGEST_ROW = 512
-"""Tokens of a sequence up to which our own attention on a CPU (`cpu/batched_attention.py`) is the faster one, as
+"""Tokens of a sequence up to which our own attention on a CPU (`cpu/row_functions.py`) is the faster one, as
 measured. The trainer takes it for micro-batches without a longer one."""
 
 
