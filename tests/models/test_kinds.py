@@ -24,7 +24,7 @@ KINDS = {kind for name in kinds.__all__ if (kind := getattr(kinds, name)) not in
 MAY_NAME_A_KIND = {
     "models/shape.py",
     *(f"models/families/{file}.py" for file in ("llama", "mixtures", "hybrids")),
-    *("trainer/layers.py", "trainer/gated_delta.py"),
+    *("trainer/layers.py", "trainer/layer_traits.py", "trainer/gated_delta.py"),
     *("trainer/routing.py", "trainer/policy.py", "buffer/collect.py"),
 }
 
