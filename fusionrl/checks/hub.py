@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fusionrl.base.imports import quiet
 from fusionrl.base.wording import install_hint
@@ -38,37 +37,32 @@ class HubError(ValueError):
 
 
 def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config, list[str]]:
-    """`config` with folders and files in place of the Hub's names, and a message for each that cannot be had.
+    """Return `config` with folders and files in place of the Hub's names, and a message for each that is not there.
 
     with_weights  False: config and tokenizer are enough
     """
-    errors: list[str] = []
-    update: dict[str, dict[str, Any]] = {}
-
-    def put(group: str, field: str, find: Callable[[], object]) -> None:
-        try:
-            update.setdefault(group, {})[field] = find()
-        except HubError as error:
-            errors.append(str(error))
-
     needs_weights = with_weights and not config.model.debug_random_weights
-    for field in CHECKPOINTS:
-        name = getattr(getattr(config, GROUP_OF[field]), field)
-        if name is not None and is_model_name(name):
-            put(GROUP_OF[field], field, partial(find_model, name, flag_of(field), needs_weights))
+    names = {field: getattr(getattr(config, GROUP_OF[field]), field) for field in CHECKPOINTS}
+    finds: dict[str, Callable[[], object]] = {
+        field: partial(find_model, name, flag_of(field), needs_weights)
+        for field, name in names.items()
+        if name is not None and is_model_name(name)
+    }
     specs, pairs = config.data.prompt_data or [], config.eval.eval_prompt_data
     if any(map(is_data_name, specs)):
-        put("data", "prompt_data", lambda: [find_data(spec, "--prompt-data") for spec in specs])
+        finds["prompt_data"] = lambda: [find_data(spec, "--prompt-data") for spec in specs]
     if any(map(is_data_name, pairs[1::2])):
-        put(
-            "eval",
-            "eval_prompt_data",
-            lambda: [
-                find_data(value, "--eval-prompt-data") if index % 2 else value for index, value in enumerate(pairs)
-            ],
-        )
-    groups = {name: getattr(config, name).model_copy(update=values) for name, values in update.items()}
-    return (config.model_copy(update=groups) if groups else config), errors
+        finds["eval_prompt_data"] = lambda: [
+            find_data(value, "--eval-prompt-data") if index % 2 else value for index, value in enumerate(pairs)
+        ]
+    errors: list[str] = []
+    for field, find in finds.items():
+        try:
+            group = getattr(config, GROUP_OF[field]).model_copy(update={field: find()})
+            config = config.model_copy(update={GROUP_OF[field]: group})
+        except HubError as error:
+            errors.append(str(error))
+    return config, errors
 
 
 def is_model_name(value: str) -> bool:

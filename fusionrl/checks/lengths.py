@@ -77,13 +77,12 @@ def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str
     if config.rollout.rollout_max_response_len is not None:
         errors = [error.removeprefix("--prompt-data ") for error in _sample_errors(config, positions)]
         return _explained(errors, shape)
-    columns = _columns(config)
-    limit = min(_reading_limits(config, positions), key=_SIZE, default=None)
-    if limit is None or not (long_row := _find(config, spec, columns, limit.num_tokens - 1, _prompt_counter(columns))):
+    columns, limit = _columns(config), min(_reading_limits(config, positions), key=_SIZE, default=None)
+    row = None if limit is None else _find(config, spec, columns, limit.num_tokens - 1, _prompt_counter(columns))
+    if limit is None or row is None:
         return []
-    long = f"a prompt of {long_row.num_tokens} tokens leaves no room for a response in {limit.name}"
-    error = f"{spec}: {long_row.place}: {long}; leave long prompts out with --rollout-max-prompt-len"
-    return _explained([error], shape)
+    long = f"a prompt of {row.num_tokens} tokens leaves no room for a response in {limit.name}"
+    return _explained([f"{spec}: {row.place}: {long}; leave long prompts out with --rollout-max-prompt-len"], shape)
 
 
 def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
@@ -92,14 +91,14 @@ def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
         return []
     positions, rollout = _positions(config, shape), config.rollout
     errors, length = _context_errors(config, positions), rollout.rollout_max_response_len
-    is_free = config.run.mode != "sft" and rollout.rollout_max_context_len is None
-    if not is_free or length is None or has_own_rollout(config):
-        return _explained(errors, shape)
-    limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
-    if length >= positions:
-        errors.append(f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.name}; lower it")
-        return _explained(errors, shape)
-    return _explained(errors + _by_flags(config, length, [limit]), shape)
+    is_free = config.run.mode != "sft" and rollout.rollout_max_context_len is None and not has_own_rollout(config)
+    if is_free and length is not None:
+        limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
+        if length >= positions:
+            errors.append(f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.name}; lower it")
+        else:
+            errors += _by_flags(config, length, [limit])
+    return _explained(errors, shape)
 
 
 def _explained(errors: list[str], shape: ModelShape) -> list[str]:
@@ -156,14 +155,15 @@ def _sample_errors(config: Config, positions: int) -> list[str]:
 
 
 def _eval_errors(config: Config, eval_set: EvalSet, limits: list[Limit]) -> list[str]:
-    if eval_set.max_response_len is None:
+    length, file = eval_set.max_response_len, config.eval.eval_config
+    if length is None:
         return []
-    is_own = eval_set.max_response_len != config.rollout.rollout_max_response_len
-    flag, name = "--eval-prompt-data", "--eval-max-response-len" if is_own else "--rollout-max-response-len"
-    if config.eval.eval_config is not None:
-        flag, name = f"--eval-config {config.eval.eval_config}: set {eval_set.name}:", "max_response_len"
-    columns = _columns(config, eval_set)
-    return _set_errors(config, eval_set.path, flag, columns, (eval_set.max_response_len, name), limits)
+    flag, name = "--eval-prompt-data", "--rollout-max-response-len"
+    if file is not None:
+        flag, name = f"--eval-config {file}: set {eval_set.name}:", "max_response_len"
+    elif length != config.rollout.rollout_max_response_len:
+        name = "--eval-max-response-len"
+    return _set_errors(config, eval_set.path, flag, _columns(config, eval_set), (length, name), limits)
 
 
 def _reading_limits(config: Config, positions: int) -> list[Limit]:
@@ -176,12 +176,10 @@ def _reading_limits(config: Config, positions: int) -> list[Limit]:
 
 def _scorer_limits(config: Config) -> list[Limit]:
     """List the positions of a teacher and of PRIME's reward model, which read the sample's own tokens."""
-    limits, algorithm = list[Limit](), config.algorithm
-    if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
-        limits += _scorer_limit(algorithm.opd_teacher_load, "--opd-teacher-load")
-    if estimator_of(algorithm).role == "prm" and config.prm.prm_load is not None:
-        limits += _scorer_limit(config.prm.prm_load, "--prm-load")
-    return limits
+    algorithm = config.algorithm
+    has_teacher, has_prm = algorithm.use_opd and algorithm.opd_type == "sglang", estimator_of(algorithm).role == "prm"
+    limits = _scorer_limit(algorithm.opd_teacher_load, "--opd-teacher-load") if has_teacher else []
+    return limits + (_scorer_limit(config.prm.prm_load, "--prm-load") if has_prm else [])
 
 
 def _reward_model_limit(config: Config) -> list[Limit]:
@@ -195,9 +193,9 @@ def _reward_model_limit(config: Config) -> list[Limit]:
     return _scorer_limit(folder, "--rm-model") if reads_tokens else []
 
 
-def _scorer_limit(folder: str, flag: str) -> list[Limit]:
+def _scorer_limit(folder: str | None, flag: str) -> list[Limit]:
     try:
-        num_positions = read_scorer(folder, flag).max_positions
+        num_positions = None if folder is None else read_scorer(folder, flag).max_positions
     except ValueError:  # told by the checks of these folders
         return []
     return [] if num_positions is None else [Limit(num_positions, f"the {num_positions} positions of {flag}")]

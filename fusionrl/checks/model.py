@@ -248,7 +248,10 @@ def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> lis
         blamed = [name for name in passed if _refusal(build, _without(config, kind, name)) is None]
         flags = ", ".join(_flag(name, passed[name]) for name in blamed or passed)
         if passed.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
-            errors.append(_without_transformer_engine(passed))
+            reduced = [_flag(name, value) for name, value in passed.items() if name in _PRECISION_AWARE]
+            cure = f"leave {'it' if len(reduced) == 1 else 'them'} out (the states stay in fp32)"
+            reason = "the optimizer of lower precision is Transformer Engine's, not installed here"
+            errors.append(f"{', '.join(reduced)}: {reason}; {cure}")
         elif reason.startswith("--"):  # fusionrl's own, which names the flag
             errors.append(reason)
         else:
@@ -269,12 +272,6 @@ def _refusal(build: Callable[[Config], object], config: Config) -> str | None:
             text = frame.line or type(error).__name__
         return text[:400]
     return None
-
-
-def _without_transformer_engine(passed: Mapping[str, object]) -> str:
-    flags = [_flag(name, value) for name, value in passed.items() if name in _PRECISION_AWARE]
-    cure = f"leave {'it' if len(flags) == 1 else 'them'} out (the states stay in fp32)"
-    return f"{', '.join(flags)}: the optimizer of lower precision is Transformer Engine's, not installed here; {cure}"
 
 
 def _without(config: Config, kind: str, name: str) -> Config:

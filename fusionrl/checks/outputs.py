@@ -46,19 +46,21 @@ def template_errors(config: Config) -> list[str]:
 
 def output_errors(config: Config) -> list[str]:
     """List other reasons why a run cannot write its files."""
-    errors = []
+    errors, export = [], _export(config)
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append(f"--use-tensorboard: the package tensorboard is not installed; {install_hint('tensorboard')}")
     if config.run.resume and config.run.run_dir is None:
         errors.append(NO_FOLDER)
     paths = {
         "--run-dir": config.run.run_dir,
-        "--save-hf": _export(config),
+        "--save-hf": export,
         "--save-debug-rollout-data": config.run.save_debug_rollout_data,
         "--reject-sampling-output": config.reject_sampling.reject_sampling_output,
     }  # some of it is made only at the end of the run, when a wrong path would cost all its work
     errors += [error for flag, path in paths.items() if path and (error := unwritable(flag, Path(path)))]
-    return errors + _export_errors(config) + ([] if config.run.resume else folder_errors(config))
+    if export is not None and Path(export).exists():
+        errors.append(f"--save-hf {export}: it exists already; give another folder, or {{rollout_id}} in its name")
+    return errors + ([] if config.run.resume else folder_errors(config))
 
 
 def unwritable(flag: str, path: Path) -> str | None:
@@ -83,14 +85,6 @@ def _export(config: Config) -> str | None:
         return template.format(rollout_id=steps - 1)
     except (KeyError, IndexError, ValueError):
         return template  # `template_errors` refuses it
-
-
-def _export_errors(config: Config) -> list[str]:
-    """Refuse a folder of --save-hf that exists: it is written at the end, when the whole run would be lost by it."""
-    folder = _export(config)
-    if folder is None or not Path(folder).exists():
-        return []
-    return [f"--save-hf {folder}: it exists already; give another folder, or {{rollout_id}} in its name"]
 
 
 def resume_folder_errors(config: Config) -> list[str]:

@@ -4,6 +4,7 @@ Each subject has a file in this room; a function `…_errors` returns messages t
 those of modes, --in-process, and engines that only evaluate or that others start.
 """
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -217,12 +218,12 @@ def eval_engine_errors(config: Config) -> list[str]:
 def guest_errors(config: Config) -> list[str]:
     """List what is wrong with the addresses and with their key. No engine is asked."""
     errors, seen = [], set[str]()
-    flag = "--rollout-external-engine-addrs"
-    addresses = config.cluster.rollout_external_engine_addrs
+    flag, addresses = "--rollout-external-engine-addrs", config.cluster.rollout_external_engine_addrs
     if addresses and config.run.in_process:
         return [f"{flag} {addresses[0]}: --in-process takes no engines of others; leave one out"]
-    if addresses and _has_pairs(config):
-        return [f"{flag} {addresses[0]}: not with --engine-group of role prefill (pairs); leave one out"]
+    with contextlib.suppress(ValueError):  # another check reports a group that cannot be read
+        if addresses and has_pairs(config.cluster.engine_group):
+            return [f"{flag} {addresses[0]}: not with --engine-group of role prefill (pairs); leave one out"]
     for address in addresses:
         try:
             url = engine_url(address)
@@ -235,10 +236,3 @@ def guest_errors(config: Config) -> list[str]:
     if os.environ.get(ENGINE_KEY, "").startswith("-"):
         errors.append(f"{ENGINE_KEY} begins with a dash, which SGLang reads as a flag; give the engines another key")
     return errors
-
-
-def _has_pairs(config: Config) -> bool:
-    try:
-        return has_pairs(config.cluster.engine_group)
-    except ValueError:  # another check reports a group that cannot be read
-        return False

@@ -288,39 +288,34 @@ class TokenizerFiles:
 def read_tokenizer_files(folder: str | Path) -> TokenizerFiles:
     """Read them; damaged files count as missing, because loading the tokenizer says what is wrong with them."""
     folder = Path(folder)
-    config = _object(folder / "tokenizer_config.json")
-    named = _object(folder / "special_tokens_map.json") | config
+    config = read_object(folder / "tokenizer_config.json") or {}
+    named = (read_object(folder / "special_tokens_map.json") or {}) | config
     tokens = {name: text for name in _NAMED if (text := _text(named.get(name))) is not None}
     special = set(tokens.values())
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = named.get(key)
         listed = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
         special |= {text for token in listed if (text := _text(token)) is not None}
-    decoder = config.get("added_tokens_decoder")
-    added = [*(decoder.values() if isinstance(decoder, dict) else []), *_added_tokens(folder / "tokenizer.json")]
-    special |= {
-        str(token["content"])
-        for token in added
-        if isinstance(token, dict) and token.get("special") and token.get("content")
-    }
-    texts = {number: _text(token) for number, token in _numbered_tokens(decoder, added)}
-    named_texts = {number: text for number, text in texts.items() if text is not None}
-    return TokenizerFiles(_templates(folder, config), tokens, tuple(sorted(special - {""})), named_texts)
-
-
-def _numbered_tokens(decoder: object, added: list[object]) -> Iterator[tuple[int, object]]:
-    """Yield (id, token) of the added tokens, as tokenizer_config.json and tokenizer.json have them."""
-    for number, token in decoder.items() if isinstance(decoder, dict) else ():
-        if str(number).isdecimal():
-            yield int(number), token
-    yield from ((token["id"], token) for token in added if isinstance(token, dict) and type(token.get("id")) is int)
+    decoder, added = config.get("added_tokens_decoder"), list[tuple[object, object]]()
+    if isinstance(decoder, dict):
+        added += [(int(number) if str(number).isdecimal() else None, token) for number, token in decoder.items()]
+    added += [(token.get("id"), token) for token in _added_tokens(folder / "tokenizer.json") if isinstance(token, dict)]
+    texts: dict[int, str] = {}
+    for number, token in added:
+        if (text := _text(token)) is None:
+            continue
+        if type(number) is int:
+            texts[number] = text
+        if isinstance(token, dict) and token.get("special"):
+            special.add(text)
+    return TokenizerFiles(_templates(folder, config), tokens, tuple(sorted(special)), texts)
 
 
 def read_end_tokens(folder: str | Path) -> set[int]:
     """Read the tokens that end an answer by `eos_token_id` of a model's files; engines stop at each of them."""
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        whole = _object(Path(folder) / name)
+        whole = read_object(Path(folder) / name) or {}
         text = whole.get("text_config")  # of a multimodal model
         for part in (whole, text if isinstance(text, dict) else {}):
             value = part.get("eos_token_id")
@@ -337,7 +332,7 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
         templates |= {
             str(entry.get("name")): str(entry.get("template")) for entry in template if isinstance(entry, dict)
         }
-    if isinstance(text := _object(folder / "chat_template.json").get("chat_template"), str):
+    if isinstance(text := (read_object(folder / "chat_template.json") or {}).get("chat_template"), str):
         templates["default"] = text
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
@@ -347,10 +342,6 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
         except (OSError, ValueError):
             continue
     return templates
-
-
-def _object(path: Path) -> dict[str, object]:
-    return read_object(path) or {}
 
 
 def _text(token: object) -> str | None:
