@@ -12,7 +12,7 @@ from fusionrl.buffer.collect import HookBorder, RolloutFunctions
 from fusionrl.buffer.rollout_report import ACCURATE
 from fusionrl.buffer.rollout_stages import by_adapter
 from fusionrl.buffer.sample_files import write_pictures
-from fusionrl.buffer.train_shards import take_shards
+from fusionrl.buffer.train_shards import TrainingSamples, take_shards
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample
@@ -186,7 +186,8 @@ class Evaluation:
             for adapter, members in parts.items():
                 zeros, count = [0.0] * len(members), len(members)
                 batch = BatchPlan(count, 1, 1, count, self.plan.batch.dp_size)
-                built = take_shards(members, zeros, zeros, batch, self.plan.balance, rollout_id=-1, adapter=adapter)
+                chosen = TrainingSamples(members, zeros, zeros)
+                built = take_shards(chosen, batch, self.plan.balance, rollout_id=-1, adapter=adapter)
                 name = eval_set.name if adapter is None else f"{eval_set.name}-{adapter}"
                 shards[name] = [put(shard) for shard in built]
         return shards

@@ -62,32 +62,29 @@ def cut(
     """Cut the samples into shards as the plan divides them: for the actor's ranks, and for those of the critic or
     process reward model, which get the same samples. Takes the samples out of `chosen`.
 
-    put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
-    ages  counts the actor's shards
+    version      of the weights that will train: tokens that older ones sampled are marked (field `current`)
+    put          puts a shard where trainers can pull it; no name holds a shard while the next one is made
+    ages         counts the actor's shards
     temperature  --rollout-temperature: tokens that were sampled at another are marked (field `temperatures`)
-    adapter  of several: the one that learns from these samples
-    first    place of the first sample in the rollout
+    adapter      of several: the one that learns from these samples
+    first        place of the first sample in the rollout
     """
     assert plan.balance is not None and plan.batch is not None
-    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
-    named["weight_version"], named["temperature"] = version, temperature
-    named["adapter"], named["first"] = adapter, first
+    named: dict[str, Any] = {"rollout_id": rollout_id, "weight_version": version, "temperature": temperature}
+    named |= {"adapter": adapter, "first": first}
     auxiliary: list[Ref] = []
     if (aux_plan := plan.auxiliary) is not None:
         assert aux_plan.batch is not None
-        samples = list(chosen.samples)
-        shards = take_shards(samples, chosen.rewards, chosen.raw, aux_plan.batch, aux_plan.balance, **named)
-        auxiliary = [put(shard) for shard in shards]
-    named["freed"] = give_freed_back
+        copied = replace(chosen, samples=list(chosen.samples))
+        auxiliary = [put(shard) for shard in take_shards(copied, aux_plan.batch, aux_plan.balance, **named)]
     batch = plan.batch if adapter is None else batch_of(chosen.samples, plan.batch)
-    taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, batch, plan.balance, **named)
 
     def counted(shard: TrainShard) -> Ref:
         if ages is not None:
             ages.add(shard)
         return put(shard)
 
-    return list(map(counted, taken)), auxiliary
+    return [*map(counted, take_shards(chosen, batch, plan.balance, freed=give_freed_back, **named))], auxiliary
 
 
 def batch_of(samples: Sequence[Sample], plan: BatchPlan) -> BatchPlan:
@@ -103,15 +100,11 @@ def batch_of(samples: Sequence[Sample], plan: BatchPlan) -> BatchPlan:
 
 
 def take_shards(
-    samples: list[Sample],
-    rewards: Sequence[float],
-    raw_rewards: Sequence[float],
+    chosen: TrainingSamples,
     plan: BatchPlan,
     balance: Balance,
     *,
     rollout_id: int,
-    extra: dict[str, list[object]] | None = None,
-    by_groups: bool = False,
     weight_version: int | None = None,
     temperature: float | None = None,
     adapter: str | None = None,
@@ -120,23 +113,19 @@ def take_shards(
 ) -> Iterator[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks; yield rank by rank.
 
-    Takes the samples out of the list, so that memory holds them once: a packed sample is replaced by an empty one, and
-    `freed` is called after some hundreds. Every error except a failed cast is raised before the first is taken.
-
-    samples         in training order; siblings of one group are adjacent, and stay in one step if its size allows it
-    extra           a user's columns: one value a sample
-    by_groups       no step begins within a group
-    weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
-    temperature, adapter, first  see `cut`
+    Siblings of one group are adjacent, and stay in one step if its size allows it. Takes the samples out of the list,
+    so that memory holds them once: a packed sample is replaced by an empty one, and `freed` is called after some
+    hundreds. Every error except a failed cast is raised before the first is taken. The other arguments are `cut`'s.
 
     Raises:
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
             micro-batch may be.
     """
+    samples = chosen.samples
     sizes = _Sizes.of(samples)
     present = _present(samples, sizes)
-    per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, by_groups)
-    columns: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
+    per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, chosen.by_groups)
+    columns: dict[str, Sequence[Any]] = {"rewards": chosen.rewards, "raw_rewards": chosen.raw}
     current = [] if weight_version is None else [is_current(sample, weight_version) for sample in samples]
     if not all(tokens.all() for tokens in current):  # else the field says nothing, and is left out
         columns["current"], present["current"] = current, ()
@@ -149,9 +138,8 @@ def take_shards(
             plain = [np.full(sample.response_length, temperature, np.float32) for sample in samples]
             columns["temperatures"] = [p if h is None else h for p, h in zip(plain, hot, strict=True)]
             present["temperatures"] = ()
-    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
-        shard = _take_shard(samples, members, columns, present, steps=own_steps, **named)
+        shard = _take_shard(chosen, members, columns, present, rollout_id, own_steps, freed)
         shard.fields["position"] += first
         shard.adapter = adapter
         yield shard
@@ -289,20 +277,19 @@ def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
 
 
 def _take_shard(
-    samples: list[Sample],
+    chosen: TrainingSamples,
     members: Sequence[int],
     derived: dict[str, Sequence[object]],
     present: dict[str, tuple[int, ...]],
-    *,
     rollout_id: int,
     steps: list[TrainStep],
-    extra: dict[str, list[object]],
     freed: Callable[[], None] | None,
 ) -> TrainShard:
     """One rank's shard, of the samples at `members`; `derived` holds fields that are not read off the samples.
 
     present  each field's dimensions behind that over which it runs
     """
+    samples = chosen.samples
     total = np.array([samples[i].num_tokens for i in members], np.int32)
     responses = np.array([samples[i].response_length for i in members], np.int32)
     sizes = {"token": int(total.sum()), "response": int(responses.sum()), "sample": len(members)}
@@ -315,23 +302,23 @@ def _take_shard(
     spans, images = list[list[ShardSpan]](), dict[str, np.ndarray]()
     for first in range(0, len(members), PACKED_AT_ONCE):
         packed = members[first : first + PACKED_AT_ONCE]
-        chosen = [samples[i] for i in packed]
+        taken = [samples[i] for i in packed]
         for name in present:
-            values = [derived[name][i] for i in packed] if name in derived else _values(name, chosen, present[name])
+            values = [derived[name][i] for i in packed] if name in derived else _values(name, taken, present[name])
             part = flat_field(name, values)
             fields[name][ends[name] : ends[name] + len(part)] = part
             ends[name] += len(part)
-        spans += [_shard_spans(sample) for sample in chosen]
-        for image in [image for sample in chosen for _, image in sample.image_spans]:
+        spans += [_shard_spans(sample) for sample in taken]
+        for image in [image for sample in taken for _, image in sample.image_spans]:
             if image.key not in images:  # siblings have the same
                 images[image.key] = IMAGES.pixels(image)
-        metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in chosen]
+        metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in taken]
         for i in packed:
             samples[i] = blank
-        del chosen, values
+        del taken, values
         if freed is not None:
             freed()
-    columns = {name: [values[i] for i in members] for name, values in extra.items()}
+    columns = {name: [values[i] for i in members] for name, values in chosen.extra.items()}
     fields["position"] = np.asarray(members, np.int64)
     return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns, spans if images else [], images)
 
