@@ -223,7 +223,11 @@ def randomize(modules: list[torch.nn.Module], std: float = 0.02) -> None:
 
 
 def build_training(
-    config: Config, modules: list[torch.nn.Module], transformer: TransformerConfig, plan: TrainerPlan
+    config: Config,
+    modules: list[torch.nn.Module],
+    transformer: TransformerConfig,
+    plan: TrainerPlan,
+    watch: GradientWatch | None = None,
 ) -> Trained:
     """Wrap loaded `modules` for data parallelism and give them an optimizer and a schedule.
 
@@ -269,7 +273,7 @@ def build_training(
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
     )
-    return Trained(chunks, transformer, optimizer, scheduler)
+    return Trained(chunks, transformer, optimizer, scheduler, watch=watch)
 
 
 def _count_padding(chunks: Sequence[DistributedDataParallel]) -> None:

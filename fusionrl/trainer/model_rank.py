@@ -124,20 +124,18 @@ class ModelRank:
 
             self._writer = WriterProcess()
         modules, transformer = self.setup_model(master_addr, master_port)
+        from fusionrl.trainer.megatron_core import record_megatron
         from fusionrl.trainer.model import build_training, freeze
 
         if self.frozen:
             freeze(modules, self.shape, self.frozen)
+        watch = None
         if self.adapter_spec is not None:
-            from fusionrl.trainer import lora
+            from fusionrl.trainer.lora import GradientWatch, attach
 
-            start = config.run.seed, only_folder(config)
-            lora.attach(modules, transformer, self.shape, self.adapter_spec, *start)
-        self.trained = build_training(config, modules, transformer, self.trainer_plan)
-        if self.adapter_spec is not None:
-            self.trained.watch = lora.GradientWatch()
-        from fusionrl.trainer.megatron_core import record_megatron
-
+            attach(modules, transformer, self.shape, self.adapter_spec, config.run.seed, only_folder(config))
+            watch = GradientWatch()
+        self.trained = build_training(config, modules, transformer, self.trainer_plan, watch)
         record_megatron(self.trained, self.device)
         give_freed_back()  # the files of the weights, as they were read
         return {
@@ -303,12 +301,7 @@ class ModelRank:
         adapted = adapted_of(self.config, self.shape)
         loaded = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank, adapted)
         self.counters = {name: int(loaded[name]) for name in self.counters}
-        restored = Restored(
-            rollout_id=self.counters["rollout_id"],
-            optimizer_steps=self.counters["optimizer_steps"],
-            skipped=self.counters["skipped"],
-            rng_restored=bool(loaded["rng_restored"]),
-        )
+        restored: Restored = {**self.counters, "rng_restored": bool(loaded["rng_restored"])}  # type: ignore[typeddict-item]
         if self.config.checkpoint.verify_checkpoints:
             # Before the flags, which may give another rate than was saved.
             restored["hashes"] = checkpoint.state_hashes(self.trained, self.adapter_spec)

@@ -123,7 +123,13 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         fields["mtp_num_layers"] = shape.mtp_layers
     if shape.num_experts:
         fields["moe_grouped_gemm"] = impl == "transformer_engine"
-    passed = config.passthrough.transformer
+    return _with_passed(fields, config.passthrough.transformer, shape, plan)
+
+
+def _with_passed(
+    fields: dict[str, object], passed: Mapping[str, object], shape: ModelShape, plan: TrainerPlan
+) -> dict[str, object]:
+    """Return the fields with those that a CPU needs, and the user's."""
     for name in sorted(passed.keys() & shape.kind_fields.keys() - _MAY_CHANGE):
         raise ValueError(
             f"--{name.replace('_', '-')} {passed[name]}: the config.json of --hf-checkpoint says"
@@ -134,12 +140,10 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
 
         for name, (value, reason) in OVERRIDES.items():
             if passed.get(name, value) != value:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(
-                    f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out"
-                )
+                flag = f"--{name.replace('_', '-')} {passed[name]}"
+                raise ValueError(f"{flag}: on a CPU it must be {value}, for {reason}; leave the flag out")
             fields[name] = value
-    return fields | passed
+    return fields | dict(passed)
 
 
 def transformer_class(fields: Mapping[str, object]) -> type[TransformerConfig]:
