@@ -50,8 +50,10 @@ from fusionrl.rollout.weight_versions import (
 )
 
 SamplingParams = dict[str, Any]  # SGLang's
+_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
+# ------------------------------------------------------------------------------------------------ a turn
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Generate the response of one sample, or continue one that was aborted: the default of
     --custom-generate-function-path."""
@@ -280,34 +282,26 @@ def _decoded(args: Namespace, tokens: Sequence[int] | np.ndarray, params: Sampli
     return load_tokenizer(args.hf_checkpoint).decode(np.asarray(tokens).tolist(), skip_special_tokens=skip)
 
 
-_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-
-
+# ------------------------------------------------------------------------------------------------ a sample
 @dataclass(frozen=True)
 class SampleContext:
     """Settings by which the samples and groups of a rollout, or of an evaluation set, are generated and scored.
 
     args                 as users' functions get them
-    generate_path        --custom-generate-function-path
-    sample_hooks         --rollout-sample-hook-path
     filter_path          --dynamic-sampling-filter-path
     semaphore            bounds the samples under way
     policy_urls          of the engines and their router
     needs_greedy_answer  the estimator compares with the greedy answer to the prompt
-    timeout_s            --sample-timeout
     on_generated         called when a sample needs no engine any more
     """
 
     args: Namespace
-    generate_path: str | None
-    sample_hooks: tuple[str, ...]
     filter_path: str | None
     semaphore: LoopSemaphore
     rewards: RewardSettings
     limits: Limits
     policy_urls: tuple[str, ...]
     needs_greedy_answer: bool
-    timeout_s: float | None = None
     on_generated: Callable[[], None] | None = None
 
     @classmethod
@@ -317,15 +311,12 @@ class SampleContext:
         estimator = getattr(args, "advantage_estimator", None)
         return cls(
             args=args,
-            generate_path=args.custom_generate_function_path,
-            sample_hooks=tuple(args.rollout_sample_hook_path or ()),
             filter_path=getattr(args, "dynamic_sampling_filter_path", None),
             semaphore=semaphore_of(args),
             rewards=RewardSettings.of_args(args),
             limits=Limits.of_args(args),
             policy_urls=tuple(url for url in urls if url),
             needs_greedy_answer=estimator is not None and ESTIMATORS[estimator].needs_greedy_answer,
-            timeout_s=getattr(args, "sample_timeout", None),
         )
 
 
@@ -336,7 +327,8 @@ async def generate_and_score(
     is_lost = sample.status == Sample.Status.FAILED and is_reward_lost(sample)
     if not evaluation and (sample.status in _FINISHED or is_lost):
         return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
-    path, limit_s = sample.generate_function_path or context.generate_path, context.timeout_s
+    path = sample.generate_function_path or context.args.custom_generate_function_path
+    limit_s: float | None = getattr(context.args, "sample_timeout", None)
     index, group = (-1 if number is None else int(number) for number in (sample.index, sample.group_index))
     making: Coroutine[Any, Any, Sample | list[Sample]]
     with course(index=index, group=group, evaluation=int(evaluation)) as facts:
@@ -353,7 +345,7 @@ async def generate_and_score(
             context.on_generated()
         samples = as_list(result)
         join_attempt(samples, sample.index)
-        if context.sample_hooks:
+        if context.args.rollout_sample_hook_path:
             samples = [await apply_sample_hooks(context, item, evaluation) for item in samples]
         with samples_in_flight.note(SCORED, sample):
             await _score(context, samples, isinstance(result, list), evaluation)
@@ -424,7 +416,7 @@ async def custom_generate(
 async def apply_sample_hooks(context: SampleContext, sample: Sample, evaluation: bool) -> Sample:
     """Return the sample as the functions of --rollout-sample-hook-path leave it."""
     field = "rollout_sample_hook_path"
-    for path in context.sample_hooks:
+    for path in context.args.rollout_sample_hook_path or ():
         rollout_id = getattr(context.args, "rollout_id", None)
         output = await awaited_hook(field, path, context.args, sample, rollout_id=rollout_id, evaluation=evaluation)
         sample = sample if output is None else output
