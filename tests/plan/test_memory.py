@@ -23,7 +23,6 @@ from fusionrl.plan.memory.trainer import (
     KEPT_BYTES,
     BatchOptions,
     block_sizes,
-    head_kept_bytes,
     in_flight,
     trainer_memory,
 )
@@ -160,7 +159,6 @@ def test_the_loss_never_keeps_all_logits() -> None:
     width, num_kept = block_sizes(8192, 2048, 151936)
     assert 4 * 8192 * width == 2 * BLOCK_BYTES  # a block is as wide as the hidden states
     assert 4 * 8192 * width * num_kept == KEPT_BYTES
-    assert head_kept_bytes(8192, 2048, 151936, 2) < 0.2 * GIB
     custom = BatchOptions(8192, 1, whole_logits=True)
     (stage,) = trainer_memory(QWEN3_30B, TrainerLayout(1), custom, BF16, FUSED, {})
     assert stage.head > 4 * 8192 * 151936

@@ -115,7 +115,6 @@ class ActivationOptions:
 
 
 def kinds_of(shape: ModelShape, layers: Sequence[int]) -> list[tuple[Attention, Mlp]]:
-    """The kinds of these layers."""
     return [(shape.attention[layer], shape.mlp[layer]) for layer in layers]
 
 

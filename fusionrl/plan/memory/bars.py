@@ -213,7 +213,9 @@ def cpu_bars(
         sets = [("reference weights", float(sum(g.num_sets * s.states.weights for g, s in ranks)))]
         sets.append(("adapters that wait", sum(g.waiting for g, _ in ranks)))
         fixed = [*served, *sets, ("processes", processes)]
-        training = _sum([_training_plain(stage) for _, stage in ranks])
+        training = _sum(
+            [(*_states(s), ("activations", s.activations), ("backward for a moment", s.transient)) for _, s in ranks]
+        )
         training = (*training, ("fragments", CPU_FRAGMENTATION * sum(size for _, size in training)))
         states = _sum([_states(stage) for _, stage in ranks])
         where = f"node {node}, " if plan.num_bundles > per_node else ""
@@ -226,10 +228,6 @@ def cpu_bars(
             bars.append(Bar(f"{where}generation", (*(() if away else states), rollout, *fixed)))
     names = dict.fromkeys(bar.name.split(", ")[-1] for bar in bars)
     return tuple(max((bar for bar in bars if bar.name.endswith(name)), key=lambda bar: bar.total) for name in names)
-
-
-def _training_plain(stage: StageMemory) -> tuple[tuple[str, float], ...]:
-    return (*_states(stage), ("activations", stage.activations), ("backward for a moment", stage.transient))
 
 
 def _sum(rows: list[tuple[tuple[str, float], ...]]) -> tuple[tuple[str, float], ...]:
@@ -254,25 +252,20 @@ def gpu_host_bars(
     saves = config.checkpoint.async_save and not config.checkpoint.no_save
     bars = []
     for node, ranks, num_devices, readers in _nodes(plan, groups, scorers, per_node):
+        states = [stage.states for _, stage in ranks]
+        weights, optimizer = [s.weights for s in states], [s.optimizer for s in states]
+        on_host = [s.host_optimizer for s in states]
         parts = (
             ("reference weights", float(sum(g.num_sets * pinned_bytes(s.states.weights) for g, s in ranks))),
             ("adapters that wait", sum(g.waiting for g, _ in ranks)),
-            ("optimizer", float(sum(s.states.host_optimizer for _, s in ranks))),
-            ("offloaded trainers", float(sum(_offloaded(s) for _, s in ranks)) if offloads else 0.0),
+            ("optimizer", float(sum(on_host))),
+            # The gradients are given away without a copy.
+            ("offloaded trainers", sum(map(pinned_bytes, [*weights, *optimizer])) if offloads else 0.0),
             ("engines' weights", kept * num_devices),
-            ("a checkpoint's copy", float(sum(_saved(s) for _, s in ranks)) if saves else 0.0),
+            ("a checkpoint's copy", sum([*weights, *optimizer, *on_host]) if saves else 0.0),
             ("rollout", _rollout_bytes(plan, config) if node == 0 else 0.0),
             ("images", config.data.image_cache_mb * 1e6 if node == 0 and plan.shape.vision is not None else 0.0),
             ("processes", GPU_PROCESS * (len(ranks) + num_devices + len(readers)) + OTHER_PROCESSES),
         )
         bars.append(Bar("host memory", parts))
     return (max(bars, key=lambda bar: bar.total),) if bars else ()
-
-
-def _offloaded(stage: StageMemory) -> int:
-    """Bytes of host memory; the gradients are given away without a copy."""
-    return pinned_bytes(stage.states.weights) + pinned_bytes(stage.states.optimizer)
-
-
-def _saved(stage: StageMemory) -> int:
-    return stage.states.weights + stage.states.optimizer + stage.states.host_optimizer

@@ -118,8 +118,8 @@ class MemoryReport:
         return f"{gib(over.total)} of {gib(host_limit)} GiB of a node's host memory ({over.name})"
 
     def _usage(self, worst: Bar, limit: float) -> str:
-        assert self.machine is not None
-        return f"{gib(worst.total)} of {gib(limit)} GiB ({self.machine.kind}; worst: {worst.name})"
+        kind = self.machine.kind if self.machine is not None else ""
+        return f"{gib(worst.total)} of {gib(limit)} GiB ({kind}; worst: {worst.name})"
 
     @property
     def fits(self) -> bool | None:
@@ -198,7 +198,11 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     uses_reference = needs_reference(a) and not config.lora.lora_rank
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
     stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
-    groups = [Group("trainers", stages, plan.trainer_bundles, num_sets, _waiting_bytes(plan, config))]
+    waiting, spec = 0.0, adapters_of(config, plan.shape)
+    if spec is not None and (count := len(adapter_folders(config))) > 1:  # copies that take turns in the model
+        states = training_bytes(plan, config, spec)
+        waiting = float(count * (states.weights + states.optimizer))
+    groups = [Group("trainers", stages, plan.trainer_bundles, num_sets, waiting)]
     auxiliary = plan.auxiliary
     if auxiliary is not None:
         role_config = auxiliary_config(config, auxiliary.role)
@@ -270,33 +274,22 @@ def _engine(
     if plan.lora_push == "adapter" and (spec := adapters_of(config, plan.shape)) is not None:
         slots = adapter_slots(config, plan.knobs)
         weights += slots * plan.engine_size * served_bytes(plan.shape, spec, plan.engine_size, width)
+    # SGLang's fields of the engine that has most of the weights on each of its devices.
+    sizes = [len(bundles) for bundles in plan.engine_bundles]
+    group = plan.group_of(sizes.index(min(sizes)))
+    args = config.passthrough.sglang | (group.server_args if group is not None else {})
+    if pause_mode(config, plan) == "in_place":
+        args["disable_radix_cache"] = True
     return engine_memory(
         plan.shape,
         weights,
         plan.engine_size,
         plan.rollout_dtype,
-        _server_args_of_smallest(plan, config),
+        args,
         device_memory=machine.device_memory if machine is not None else None,
         on_cpu=plan.device == "cpu",
         resident=sum(size for _, size in engine_parts),
     )
-
-
-def _server_args_of_smallest(plan: Plan, config: Config) -> dict[str, object]:
-    """SGLang's fields of the engine that has most of the weights on each of its devices."""
-    sizes = [len(bundles) for bundles in plan.engine_bundles]
-    group = plan.group_of(sizes.index(min(sizes)))
-    args = config.passthrough.sglang | (group.server_args if group is not None else {})
-    return args | ({"disable_radix_cache": True} if pause_mode(config, plan) == "in_place" else {})
-
-
-def _waiting_bytes(plan: Plan, config: Config) -> float:
-    """Return the bytes of a rank's copies of several adapters, which take turns in the model."""
-    spec, count = adapters_of(config, plan.shape), len(adapter_folders(config))
-    if spec is None or count < 2:
-        return 0.0
-    states = training_bytes(plan, config, spec)
-    return float(count * (states.weights + states.optimizer))
 
 
 def training_bytes(plan: Plan, config: Config, spec: AdapterSpec | None) -> Bytes:

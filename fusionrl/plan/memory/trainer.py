@@ -142,14 +142,15 @@ def _stage(
         # The last norm keeps its input and the normalised copy; the loss of the micro-batch that is worked on.
         head = tokens * (8 * shape.hidden_size + 4) / split
         if not shape.value_head:
-            head_kept, head_now = _head(batch, shape, rows, activations)
+            head_kept, head_now = head_bytes(batch, shape, rows, activations)
             head += head_kept
             if shape.mtp_layers:
                 further, again = _further(shape, layout, activations)
                 head += shape.mtp_layers * (head_kept + tokens * further)
                 live = max(live, tokens * again)
     # Backward has the gradients of gate, up and their product at once, where a layer is widest.
-    layer_now = live + tokens * 3 * width * _widest(shape, layout, activations)
+    rank = activations.rank_sizes(layout)
+    layer_now = live + tokens * 3 * width * max(mlp.widest(shape, rank) for mlp in set(shape.mlp))
     table = rows * shape.hidden_size  # of the embedding, and of the output layer
     largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
     layer_now += largest
@@ -183,19 +184,22 @@ def _further(shape: ModelShape, layout: TrainerLayout, options: ActivationOption
     return (2 * hidden * rank.width, kept) if options.recompute.is_full else (kept, 0.0)
 
 
-def _head(batch: BatchOptions, shape: ModelShape, rows: int, options: ActivationOptions) -> tuple[float, float]:
-    """(bytes that the loss keeps, bytes that it needs for a moment)."""
+def head_bytes(batch: BatchOptions, shape: ModelShape, rows: int, options: ActivationOptions) -> tuple[float, float]:
+    """(bytes that the loss keeps from forward to backward, bytes that it needs for a moment).
+
+    Kept: the hidden states [T, h], some of the logits, the tokens' positions and targets (int64), log-sum-exp and
+    entropy (fp32). For a moment: two blocks of logits in forward; in backward one (two with the entropy's gradient),
+    the gradient of its input in fp32, and that of the output layer's weights, unless these are frozen.
+    """
+    tokens, hidden = batch.tokens, shape.hidden_size
     if batch.whole_logits:  # in fp32, and so is their gradient; a softmax between them
-        return 4.0 * batch.tokens * rows, 8.0 * batch.tokens * rows
-    sizes = (batch.tokens, shape.hidden_size, rows, options.width, batch.chunk_size)
-    is_frozen = options.adapters is not None
-    return head_kept_bytes(*sizes), head_transient_bytes(*sizes, entropy_grad=batch.entropy_grad, is_frozen=is_frozen)
-
-
-def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
-    """Values a token of the widest gradient within a layer."""
-    rank = options.rank_sizes(layout)
-    return max(mlp.widest(shape, rank) for mlp in set(shape.mlp))
+        return 4.0 * tokens * rows, 8.0 * tokens * rows
+    columns, num_kept = block_sizes(tokens, hidden, rows, batch.chunk_size)
+    kept = tokens * (hidden * options.width + 4 * min(num_kept * columns, rows) + 8 + 8 + 4 + 4)
+    block = 4 * tokens * columns
+    backward = (1 + batch.entropy_grad) * block + 4 * tokens * hidden
+    backward += 0 if options.adapters is not None else options.width * rows * hidden
+    return kept, max(2 * block, backward)
 
 
 def _weight_gradients(
@@ -238,36 +242,3 @@ def block_sizes(num_tokens: int, hidden_size: int, num_rows: int, chunk_size: in
         width = kept_bytes // column_bytes
     width = min(max(width, 1), num_rows)
     return width, kept_bytes // (width * column_bytes)
-
-
-def head_kept_bytes(num_tokens: int, hidden_size: int, num_rows: int, width: int, chunk_size: int | None = None) -> int:
-    """Bytes that the loss keeps from forward to backward for `num_tokens` log-probs.
-
-    `width`: bytes of a hidden value. Next to the hidden states [N, h] and the kept logits: the tokens' positions and
-    targets (int64), log-sum-exp and entropy (fp32).
-    """
-    columns, num_kept = block_sizes(num_tokens, hidden_size, num_rows, chunk_size)
-    kept_columns = min(num_kept * columns, num_rows)
-    return num_tokens * (hidden_size * width + 4 * kept_columns + 8 + 8 + 4 + 4)
-
-
-def head_transient_bytes(
-    num_tokens: int,
-    hidden_size: int,
-    num_rows: int,
-    width: int,
-    chunk_size: int | None = None,
-    *,
-    entropy_grad: bool = False,
-    is_frozen: bool = False,
-) -> int:
-    """Bytes that the loss needs for a moment.
-
-    Forward: two blocks of logits. Backward: one (two with the entropy's gradient), the gradient of its input in fp32,
-    and that of the output layer's weights, unless these are frozen.
-    """
-    columns, _ = block_sizes(num_tokens, hidden_size, num_rows, chunk_size)
-    block = 4 * num_tokens * columns
-    backward = (1 + entropy_grad) * block + 4 * num_tokens * hidden_size
-    backward += 0 if is_frozen else width * num_rows * hidden_size
-    return max(2 * block, backward)
