@@ -226,7 +226,7 @@ class Collector:
             )
         if len(groups) > num_wanted:
             dropped[f"{DROPPED}surplus"] += len(groups) - num_wanted
-        samples = self.choose(groups, refused, self._source.hooked.get_samples)
+        samples = self.choose(groups, refused)
         self._ask_teacher(args, samples)  # about those of a user's rollout function
         return samples, {**metrics, **dropped}
 
@@ -243,25 +243,20 @@ class Collector:
             output.metrics[name] = output.metrics.get(name, 0.0) + count
         return RolloutFnTrainOutput(groups, output.metrics, output.refused)
 
-    def choose(
-        self,
-        groups: list[list[Sample]],
-        refused: list[list[Sample]],
-        get_samples: Callable[[int], list[list[Sample]]] | None = None,
-    ) -> list[Sample]:
+    def choose(self, groups: list[list[Sample]], refused: list[list[Sample]], is_stream: bool = False) -> list[Sample]:
         """Cut the groups to the batch; number and check their samples.
 
         The hook that sees all finished groups comes before; the one that marks samples comes after.
 
-        refused      groups that only the first hook sees: a stream's behind the others, else in order of their samples
-        get_samples  draws more prompts for that hook; None: the stream alone draws
+        refused    groups that only the first hook sees: a stream's behind the others, else in order of their samples
+        is_stream  the stream alone draws prompts; else that hook may, too
         """
         assert self._plan.batch is not None
         if show_all := self._border.hook("rollout_all_samples_process_path"):
             finished = [*groups, *refused] if refused else groups
-            if refused and get_samples is not None:
+            if refused and not is_stream:
                 finished.sort(key=lambda group: group[0].index or 0)
-            show_all(self._border.args(), finished, get_samples or _no_prompts)
+            show_all(self._border.args(), finished, _no_prompts if is_stream else self._source.hooked.get_samples)
         path = self._config.rollout.rollout_function_path
         groups = groups[: self._plan.batch.num_prompts]
         if mark_removed := self._border.hook("rollout_sample_filter_path"):

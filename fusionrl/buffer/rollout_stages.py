@@ -84,7 +84,7 @@ class RolloutStages:
 
     def make_of(self, rollout_id: int, batch: Batch, since: float) -> Rollout:
         """Make rollout `rollout_id` of what the stream gave."""
-        samples = self._collector.choose(batch.groups, batch.refused)
+        samples = self._collector.choose(batch.groups, batch.refused, is_stream=True)
         warn_without_log_probs(samples, self._config)
         return self._pass_on(rollout_id, samples, batch.metrics, batch.version, since, trains=rollout_id)
 

@@ -107,6 +107,7 @@ def client_of(args: Namespace) -> GenerateClient:
     is_of_loop = getattr(args, "client_loop", None) in (None, loop) or not getattr(args, "router_url", None)
     if client is not None and is_of_loop:
         return client
+    assert getattr(args, "router_url", None), "args.generate_client is set within a rollout"
     ends = (args.router_url, tuple(args.engine_urls))
     held = _clients.setdefault(loop, {})
     if ends not in held:

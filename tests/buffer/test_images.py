@@ -151,7 +151,7 @@ def test_memory_does_not_grow(buffer: Callable[..., BufferActor]) -> None:
     made = buffer(image_cache_mb=1)
     IMAGES._max_bytes, sizes = 2 * 64 * 64 * 3, []
     gc.freeze()  # what other tests have left is not looked at again and again
-    for number in range(20):
+    for number in range(9):
         rollout = run(made.generate(number))
         assert IMAGES.num_bytes <= 2 * 64 * 64 * 3
         del rollout
