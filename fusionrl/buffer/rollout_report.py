@@ -18,8 +18,7 @@ from fusionrl.data.sample_fields import CHANGED, UNKNOWN_VERSION, SpecInfo
 from fusionrl.data.train_batch import attempt_shares, attempts_of
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.formats import as_text, ending, shorten
-from fusionrl.rewards.dispatch import take_lost
-from fusionrl.rewards.registry import REASONS
+from fusionrl.rewards.dispatch import lost_metrics, metadata_entries, reward_metrics
 from fusionrl.rollout.generate_state import TIMED_OUT
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 
@@ -57,7 +56,7 @@ def report(
     else:
         metrics |= {name: base_metrics[name] for name in ("rollout/num_samples", "rollout/num_tokens")}
     metrics |= sets | staleness
-    metrics |= {f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()}
+    metrics |= lost_metrics()
     facts, glimpses = rollout_facts(config, samples, raw, scored.rewards)
     return metrics, facts, glimpses
 
@@ -79,20 +78,10 @@ rollout/num_attempts | attempts | Attempts of the rollout: samples that share a 
 rollout/num_tokens | tokens | Response tokens of the rollout, tools' tokens included.
 rollout/session_rewrites | segments | Samples that began where an agent behind the session proxy rewrote its history
     (docs/guides/agents.md). | --agent-path
-rollout/reward_timeout | samples | Samples without a reward because the reward function took too long. | when it
-    happens
-rollout/reward_crash | samples | Samples without a reward because the reward function took its process down. | when it
-    happens
-rollout/reward_error | samples | Samples whose reward function raised, or returned no finite number. |
-    --reward-failure-value
-rollout/code_failed/<reason> | samples | Samples with a program that failed for this reason (docs/guides/rewards.md).
-    | --rm-type code, when it happens
 rollout/spec_accept_rate | share | Drafted tokens that the model took, of all that were drafted
     (docs/guides/engines.md). | --sglang-speculative-algorithm
 rollout/spec_accept_length | tokens | Mean number of tokens that an engine's forward pass made of a response, the
     drafted ones included. | --sglang-speculative-algorithm
-rollout/reward_<part> | reward | Mean of one part of a weighted sum of rewards, before its weight. | several rewards
-    in --rm-type
 rollout/<set>/raw_reward | reward | As rollout/raw_reward, of one set. | several --prompt-data
 rollout/<set>/accuracy | share | As rollout/accuracy, of one set. | several --prompt-data
 rollout/<set>/num_samples | samples | Samples of one set. | several --prompt-data
@@ -129,12 +118,8 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
     lengths = np.array([s.response_length for s in samples])
     scored = np.array([not lacks_reward(s) for s in samples], bool)
     groups = [rewards[(group_index == g) & scored] for g in np.unique(group_index)]
-    parts: dict[str, list[float]] = {}  # of a weighted sum in --rm-type
-    for name, value in (item for graded in _entries(samples, "rewards") for item in graded.items()):
-        if isinstance(value, float):
-            parts.setdefault(name, []).append(value)
     return {
-        **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
+        **reward_metrics(samples),
         **_occasional_metrics(samples),
         "rollout/raw_reward": mean,
         "rollout/raw_reward_std": float(np.sqrt(np.average((rewards - mean) ** 2, weights=shares))),
@@ -150,20 +135,14 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
     }
 
 
-def _entries(samples: Sequence[Sample], name: str) -> list[dict[str, object]]:
-    """The dictionaries of this name in samples' metadata; a user's data may have another column of that name."""
-    values = ((sample.metadata or {}).get(name) for sample in samples)
-    return [value for value in values if isinstance(value, dict)]
-
-
 def _occasional_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return numbers of what few runs have: time-outs, failed programs, rewritten histories, drafts, images."""
+    """Return numbers of what few runs have: time-outs, rewritten histories, drafts, images."""
     metrics: dict[str, float] = {}
     if num_timed_out := sum(TIMED_OUT in (sample.metadata or {}) for sample in samples):
         metrics["rollout/timed_out"] = float(num_timed_out)
-    failures = Counter(name for failed in _entries(samples, "code_failures") for name in failed if name in REASONS)
-    metrics |= {f"rollout/code_failed/{name}": float(count) for name, count in failures.items()}
-    segments = [number for entry in _entries(samples, SESSION) if isinstance(number := entry.get("segment"), int)]
+    segments = [
+        number for entry in metadata_entries(samples, SESSION) if isinstance(number := entry.get("segment"), int)
+    ]
     if segments:
         metrics["rollout/session_rewrites"] = float(sum(number > 0 for number in segments))
     drafts = SpecInfo()

@@ -219,18 +219,13 @@ async def _unload(manager: TokenizerManager, name: str, versions: AdapterVersion
 
 
 def _agree_on_loads(schedulers: ModuleType) -> None:
-    schedulers.Scheduler.load_lora_adapter = _agreeing(schedulers.Scheduler.load_lora_adapter)
+    load: Callable[[Scheduler, LoadRequest], LoadResult] = schedulers.Scheduler.load_lora_adapter
 
-
-def _agreeing(
-    load: Callable[[Scheduler, LoadRequest], LoadResult],
-) -> Callable[[Scheduler, LoadRequest], LoadResult]:
     def load_on_all(self: Scheduler, request: LoadRequest) -> LoadResult:
         import torch.distributed as dist
 
         result = load(self, request)
-        size = dist.get_world_size(self.tp_cpu_group)
-        failures: list[str | None] = [None] * size
+        failures: list[str | None] = [None] * dist.get_world_size(self.tp_cpu_group)
         dist.all_gather_object(failures, None if result.success else result.error_message, group=self.tp_cpu_group)
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
         if texts and result.success:
@@ -239,4 +234,4 @@ def _agreeing(
         result.error_message = "; ".join(texts)
         return result
 
-    return load_on_all
+    schedulers.Scheduler.load_lora_adapter = load_on_all

@@ -125,7 +125,8 @@ class GenerateClient:
         if params.get("n", 1) != 1:
             raise ValueError("sampling_params.n must be 1: send one request a sample")
         self._check_tokens(payload)
-        if self._stream_responses and payload.get("input_ids") is not None and _is_continuable(params):
+        is_continuable = all(name in _CONTINUABLE for name, value in params.items() if value)
+        if self._stream_responses and payload.get("input_ids") is not None and is_continuable:
             return join([piece async for piece in self.stream(payload, routing_key)])
         if routing_key is None and payload.get("input_ids") is not None and num_new_tokens(payload) <= _SHORT_TOKENS:
             return await self._merger.generate({"return_logprob": True, **payload})
@@ -197,9 +198,10 @@ class GenerateClient:
     ) -> AsyncGenerator[Mapping[str, object], None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+        headers = None if routing_key is None else {ROUTING_KEY: routing_key}
         with self._targets.counted(url):
             async with asyncio.timeout_at(deadline):
-                response = await self._open().post(url, data=body, headers=_headers_of(routing_key))
+                response = await self._open().post(url, data=body, headers=headers)
             # Closing it early breaks the connection, by which the engine learns that the client is gone.
             async with aclosing(_lines(response, deadline, bounds)) as lines:
                 if response.status >= 400:
@@ -271,7 +273,7 @@ class GenerateClient:
         """
         import aiohttp
 
-        headers = _headers_of(routing_key)
+        headers = None if routing_key is None else {ROUTING_KEY: routing_key}
         attempt = 0
         while True:
             url = self._targets.choose(routing_key, attempt, refused)
@@ -338,15 +340,6 @@ class GenerateClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _is_continuable(params: Mapping[str, object]) -> bool:
-    """Return whether another engine can continue an answer with these sampling parameters."""
-    return all(name in _CONTINUABLE for name, value in params.items() if value)
-
-
-def _headers_of(routing_key: str | None) -> dict[str, str] | None:
-    return None if routing_key is None else {ROUTING_KEY: routing_key}
 
 
 def _check_plain(response: aiohttp.ClientResponse) -> None:

@@ -29,11 +29,10 @@ _MODEL_TYPE = "kimi_vl"
 def register() -> None:
     """Change SGLang's modules as this process, and its forks, import them. Call it once."""
     when_imported("sglang.srt.models.kimi_vl", _mend)
-    when_imported("sglang.srt.multimodal.customized_mm_processor_utils", _add_to_table)
-
-
-def _add_to_table(module: ModuleType) -> None:
-    module._CUSTOMIZED_MM_PROCESSOR.setdefault(_MODEL_TYPE, KimiProcessor)
+    when_imported(
+        "sglang.srt.multimodal.customized_mm_processor_utils",
+        lambda module: module._CUSTOMIZED_MM_PROCESSOR.setdefault(_MODEL_TYPE, KimiProcessor),
+    )
 
 
 def _mend(module: ModuleType) -> None:

@@ -114,13 +114,10 @@ class ChildProcess:
             pass  # the minder is dead already, which `alive` tells
         self._ours = ours
         _starter_ends.add(ours)
-        self.pid = self._read_pid()
-        """Pid of the command itself (of the minder if the command could not be started)."""
-
-    def _read_pid(self) -> int:
-        with self._ours.makefile("rb") as stream:
+        with ours.makefile("rb") as stream:
             line = stream.readline()
-        return int(line) if line.strip() else self._minder.pid
+        self.pid = int(line) if line.strip() else self._minder.pid
+        """Pid of the command itself (of the minder if the command could not be started)."""
 
     def alive(self) -> bool:
         return self._poll() is None

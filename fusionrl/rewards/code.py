@@ -6,34 +6,47 @@ A test set is a dict, or its JSON, in one of these forms:
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}    calls of a function, or of a method of `Solution`
     {"asserts": ["assert add(1, 2) == 3"], "setup": "..."}    statements after the program, each a test (MBPP)
 
-or a list of assert statements. Every test is a run of its own; the program's process never holds the expected value.
+or a list of assert statements. Every test is a run of its own: a process that has the inputs and nothing that is
+expected of it hands over values (see `plain_data`), and another process compares: this one, or a judge's in a sandbox.
 """
 
+import ast
 import json
+import math
 import os
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Any
 
 from fusionrl.rewards.code_tests import (
+    ASK,
     CallTest,
     ExpressionTest,
     InputTest,
     JudgedTest,
-    NoNumbers,
     NumbersTest,
     Test,
-    number_of,
     read_tests,
-    value_of,
 )
 from fusionrl.rewards.plain_data import NoPlainData, Unreadable, canonical, read_answer, truth
 from fusionrl.rewards.registry import CodeGrade, Reward
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, probe
 from fusionrl.sandbox.run import Run
+
+_MOST_BITS = 1024  # of a number in an assert over numbers
+_NAMES = {"abs": abs, "round": round, "float": float, "math": math}
+LIMITS = Limits(wall_s=20.0, cpu_s=6, memory_bytes=1 << 30, output_bytes=4 << 20)
+ANSWER_BYTES = 4 << 20
+
+_HARNESS = Path(__file__).with_name("harness")
+_PROGRAM = "\n".join((_HARNESS / name).read_text() for name in ("wire.py", "program.py"))
+_JUDGE = "\n".join((_HARNESS / name).read_text() for name in ("wire.py", "judge.py"))
+# Solutions in the manner of LeetCode use these without an import.
+_IMPORTS = "import collections, functools, heapq, itertools, math, re\nfrom typing import *\n"
 
 # A fence may be in a list item: behind its bullet, or indented below it.
 _BLOCK = re.compile(
@@ -47,22 +60,16 @@ def grade_share(response: str, label: object) -> CodeGrade:
 
     Raises ValueError if the label is not a test set; SandboxError if the sandbox does not work.
     """
-    tests = read_tests(label)
-    program = last_python_block(response)
-    if program is None:
-        return CodeGrade(0.0, {"no_program": len(tests)})
-    reasons = [run_test(program, test) for test in tests]
+    tests, program = read_tests(label), last_python_block(response)
+    reasons = ["no_program" if program is None else run_test(program, test) for test in tests]
     return CodeGrade(reasons.count(None) / len(tests), dict(Counter(reason for reason in reasons if reason)))
 
 
 def grade_all(response: str, label: object) -> CodeGrade:
     """1 where it passes all of them, else 0; the first test that fails ends it."""
-    tests = read_tests(label)
-    program = last_python_block(response)
-    if program is None:
-        return CodeGrade(0.0, {"no_program": 1})
+    tests, program = read_tests(label), last_python_block(response)
     for test in tests:
-        if reason := run_test(program, test):
+        if reason := "no_program" if program is None else run_test(program, test):
             return CodeGrade(0.0, {reason: 1})
     return CodeGrade(1.0, {})
 
@@ -81,18 +88,8 @@ def last_python_block(response: str) -> str | None:
     return re.sub(rf"^[ \t]{{1,{width}}}", "", text, flags=re.MULTILINE) if width else text
 
 
-CODE = Reward(grade_share, read_tests, label="tests", is_slow_to_check=True, runs_programs=True)
-CODE_ALL = Reward(grade_all, read_tests, label="tests", is_slow_to_check=True, runs_programs=True)
-
-
-LIMITS = Limits(wall_s=20.0, cpu_s=6, memory_bytes=1 << 30, output_bytes=4 << 20)
-ANSWER_BYTES = 4 << 20
-
-_HARNESS = Path(__file__).with_name("harness")
-_PROGRAM = "\n".join((_HARNESS / name).read_text() for name in ("wire.py", "program.py"))
-_JUDGE = "\n".join((_HARNESS / name).read_text() for name in ("wire.py", "judge.py"))
-# Solutions in the manner of LeetCode use these without an import.
-_IMPORTS = "import collections, functools, heapq, itertools, math, re\nfrom typing import *\n"
+class NoNumbers(ValueError):
+    """The test or an answer is something else: a judge must look at it."""
 
 
 def run_test(program: str, test: Test) -> str | None:
@@ -206,6 +203,26 @@ def _is_expected(answer: object, test: CallTest | ExpressionTest | NumbersTest) 
             return not truth(answer)
 
 
+def number_of(wire: object) -> int | float:
+    """The number of a wire form. Raises NoNumbers if it is something else, or too large."""
+    match wire:
+        case {"f": "nan" | "inf" | "-inf" as text, **others} if not others:
+            return float(text)
+        case int() | float():
+            if isinstance(wire, float) or wire.bit_length() <= _MOST_BITS:
+                return wire
+    raise NoNumbers
+
+
+def value_of(node: ast.expr, answers: Sequence[int | float]) -> Any:
+    """The value of a test that `is_numeric`, by Python itself: it has nothing but operations on bounded numbers.
+
+    Raises ArithmeticError, TypeError or ValueError, as Python does for these numbers.
+    """
+    code = compile(ast.Expression(node), "test.py", "eval", dont_inherit=True)
+    return eval(code, {"__builtins__": {}, ASK: answers.__getitem__, **_NAMES})
+
+
 def _run_judged(program: str, test: JudgedTest) -> str | None:
     """The program serves its names to a judge, who runs the test; both in sandboxes, with two pipes between them."""
     pipes: list[tuple[int, int]] = []
@@ -257,3 +274,7 @@ def _run_judged(program: str, test: JudgedTest) -> str | None:
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+CODE = Reward(grade_share, read_tests, label="tests", is_slow_to_check=True, runs_programs=True)
+CODE_ALL = Reward(grade_all, read_tests, label="tests", is_slow_to_check=True, runs_programs=True)

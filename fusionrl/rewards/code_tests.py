@@ -1,37 +1,29 @@
-"""Asserts over numbers that a program answered, worked out here: `abs(f(2) - 1.5) < 1e-6`.
+"""Labels of --rm-type code: a test set, as dict or JSON, becomes a list of tests, each of the simplest kind that fits.
 
-A judge's process could do it as well (`code.run_test`), but costs another interpreter. Only numbers of bounded size and
-operations on them are known; whatever else a test has is left to the judge.
+Asserts over numbers (`abs(f(2) - 1.5) < 1e-6`) are worked out here: a judge's process (`code.run_test`) costs another
+interpreter. Only numbers of bounded size and operations on them are known; the judge does the rest.
 """
 
 import ast
 import builtins
 import json
-import math
 import symtable
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from fusionrl.rewards.plain_data import wire_of
 
 ASK = "__ask__"  # __ask__(n): the n-th answer
-_MOST_BITS = 1024
 _OPERATORS = (
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd, ast.Not),
     *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE),
 )
-_NAMES = {"abs": abs, "round": round, "float": float, "math": math}
 _CALLS = {ASK, "abs", "round", "float", "math.isclose"}
 
 
-class NoNumbers(ValueError):
-    """The test or an answer is something else: a judge must look at it."""
-
-
 def is_numeric(node: ast.expr) -> bool:
-    """Return whether `value_of` knows everything in it, and Python would need every answer whatever the others are."""
+    """Return whether `code.value_of` knows all of it, and Python would need every answer whatever the others are."""
     match node:
         case ast.Constant(value=value):
             return isinstance(value, int | float)
@@ -52,26 +44,6 @@ def is_numeric(node: ast.expr) -> bool:
 
 def _asks(node: ast.expr) -> bool:
     return any(isinstance(inner, ast.Name) and inner.id == ASK for inner in ast.walk(node))
-
-
-def number_of(wire: object) -> int | float:
-    """The number of a wire form. Raises NoNumbers if it is something else, or too large."""
-    match wire:
-        case {"f": "nan" | "inf" | "-inf" as text, **others} if not others:
-            return float(text)
-        case int() | float():
-            if isinstance(wire, float) or wire.bit_length() <= _MOST_BITS:
-                return wire
-    raise NoNumbers
-
-
-def value_of(node: ast.expr, answers: Sequence[int | float]) -> Any:
-    """The value of a test that `is_numeric`, by Python itself: it has nothing but operations on bounded numbers.
-
-    Raises ArithmeticError, TypeError or ValueError, as Python does for these numbers.
-    """
-    code = compile(ast.Expression(node), "test.py", "eval", dont_inherit=True)
-    return eval(code, {"__builtins__": {}, ASK: answers.__getitem__, **_NAMES})
 
 
 _BUILTINS = frozenset(dir(builtins))
@@ -223,7 +195,8 @@ def _read_statement(statement: str, setup: str) -> Test:
         node.value.id: _MODULES[node.value.id] or node.value.id
         for part in (tree, setup_tree)
         for node in ast.walk(part)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _is_module(node.value.id, remote)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in _MODULES and node.value.id not in remote
     }
     used = tuple((name, module) for name, module in modules.items() if name not in setup_names)
     judged = JudgedTest(program_setup, setup, ast.unparse(rewritten), tuple(sorted(remote)), used)
@@ -258,10 +231,6 @@ def _as_numbers(tree: ast.Module, remote: frozenset[str], judged: JudgedTest) ->
     if not expressions or not is_numeric(test):
         return None
     return NumbersTest(judged.program_setup, tuple(expressions), test, judged)
-
-
-def _is_module(name: str, remote: frozenset[str]) -> bool:
-    return name in _MODULES and name not in remote
 
 
 def _bound_by(setup: str, tree: ast.Module) -> tuple[frozenset[str], bool]:

@@ -1,7 +1,4 @@
-"""From a sample to its reward: a process of the pool calls what scores it; what was lost is counted.
-
-Also what length takes off a training reward.
-"""
+"""From a sample to its reward: a process of the pool calls what scores it. Metrics of rewards; penalties for length."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.data.sample_images import keep_images
 from fusionrl.observe.spans import part
-from fusionrl.rewards.registry import MODEL, names_of
+from fusionrl.rewards.registry import MODEL, REASONS, names_of
 from fusionrl.rewards.reward_call import (
     LostReward,
     RewardRaised,
@@ -125,7 +122,7 @@ async def score_group(
 
 @contextmanager
 def counting_lost() -> Iterator[Counter[str]]:
-    """Count lost rewards within the block apart from `take_lost`: an evaluation may run during a rollout."""
+    """Count lost rewards within the block apart from `lost_metrics`: an evaluation may run during a rollout."""
     counts: Counter[str] = Counter()
     token = _lost_here.set(counts)
     try:
@@ -134,12 +131,44 @@ def counting_lost() -> Iterator[Counter[str]]:
         _lost_here.reset(token)
 
 
-def take_lost() -> dict[str, int]:
-    """Return how many samples got no reward since the last call, and why ("timeout", "crash")."""
+METRICS = """
+rollout/reward_timeout | samples | Samples without a reward because the reward function took too long. | when it
+    happens
+rollout/reward_crash | samples | Samples without a reward because the reward function took its process down. | when it
+    happens
+rollout/reward_error | samples | Samples whose reward function raised, or returned no finite number. |
+    --reward-failure-value
+rollout/code_failed/<reason> | samples | Samples with a program that failed for this reason (docs/guides/rewards.md).
+    | --rm-type code, when it happens
+rollout/reward_<part> | reward | Mean of one part of a weighted sum of rewards, before its weight. | several rewards
+    in --rm-type
+"""
+
+
+def lost_metrics() -> dict[str, float]:
+    """Return how many samples got no reward since the last call, and why."""
     with _lock:
-        counts = dict(_lost)
+        metrics = {f"rollout/reward_{reason}": float(count) for reason, count in _lost.items()}
         _lost.clear()
-    return counts
+    return metrics
+
+
+def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return means of the parts of a weighted sum, and samples with a program that failed, by reason."""
+    parts: dict[str, list[float]] = {}
+    for name, value in (item for graded in metadata_entries(samples, "rewards") for item in graded.items()):
+        if isinstance(value, float):
+            parts.setdefault(name, []).append(value)
+    entries = metadata_entries(samples, "code_failures")
+    failures = Counter(name for failed in entries for name in failed if name in REASONS)
+    means = {f"rollout/reward_{name}": math.fsum(values) / len(values) for name, values in parts.items()}
+    return means | {f"rollout/code_failed/{name}": float(count) for name, count in failures.items()}
+
+
+def metadata_entries(samples: Sequence[Sample], name: str) -> list[dict[str, object]]:
+    """The dictionaries of this name in samples' metadata; a user's data may have another column of that name."""
+    values = ((sample.metadata or {}).get(name) for sample in samples)
+    return [value for value in values if isinstance(value, dict)]
 
 
 @functools.cache

@@ -9,8 +9,8 @@ import pytest
 from fusionrl.buffer.rollout_report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code
-from fusionrl.rewards.code import grade_all, grade_share
-from fusionrl.rewards.code_tests import CallTest, ExpressionTest, NoNumbers, NumbersTest, read_tests
+from fusionrl.rewards.code import NoNumbers, grade_all, grade_share
+from fusionrl.rewards.code_tests import CallTest, ExpressionTest, NumbersTest, read_tests
 from fusionrl.rewards.plain_data import wire_of
 from fusionrl.rewards.registry import REASONS
 from fusionrl.rewards.reward_call import RewardSettings, call_reward

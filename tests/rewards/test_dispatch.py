@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, take_lost
+from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, lost_metrics
 from fusionrl.rewards.registry import RM_TYPES
 from fusionrl.rewards.reward_call import RewardSettings
 
@@ -64,7 +64,7 @@ def score_group(args: argparse.Namespace) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost_yet() -> None:
-    take_lost()
+    lost_metrics()
 
 
 def test_who_scores(hooks: str) -> None:
@@ -123,7 +123,7 @@ def test_a_reward_that_fails_is_named_or_counted(
     assert score(flags(f"{hooks}:{name}", reward_failure_value=-1.0), sample) == -1.0
     assert sample.metadata["reward_lost"] == "error" and sample.status == Sample.Status.COMPLETED
     assert "at sample 17; it gets -1.0 (--reward-failure-value)" in caplog.text
-    assert take_lost() == {"error": 1}
+    assert lost_metrics() == {"rollout/reward_error": 1}
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "None"])
@@ -131,16 +131,16 @@ def test_a_dict_whose_reward_is_no_number_is_counted(value: str, tmp_path: Path)
     (tmp_path / "mine.py").write_text(f"def f(args, sample, **kwargs): return {{'score': {value}, 'note': None}}\n")
     path = f"{tmp_path}/mine.py:f"
     assert score(flags(path, reward_failure_value=0.5, reward_key="score"), Sample(index=1)) == 0.5
-    assert take_lost() == {"error": 1}
+    assert lost_metrics() == {"rollout/reward_error": 1}
     for more in ({"reward_key": "score"}, {"reward_key": "other", "reward_failure_value": 0.5}):
         assert score(flags(path, **more), Sample(index=1)).keys() == {"score", "note"}, "its reader names it"
-    assert take_lost() == {}
+    assert lost_metrics() == {}
 
 
 def test_of_a_group_that_fails_all_samples_are_counted(hooks: str) -> None:
     for name, is_group in (("too_few", True), ("raises_for_all", False)):
         assert score_group(flags(f"{hooks}:{name}", reward_failure_value=0.5, group_rm=is_group)) == [0.5] * 3
-    assert take_lost() == {"error": 6}
+    assert lost_metrics() == {"rollout/reward_error": 6}
     with pytest.raises(RewardError, match="has no reward: neither --rm-type nor --custom-rm-path"):
         score(flags(reward_failure_value=0.0), Sample(index=1, response="x"))  # a mistake in the flags is not counted
 
@@ -159,7 +159,7 @@ def test_a_reward_that_hangs_or_dies_costs_its_sample(hooks: str, caplog: pytest
     assert "its process died at sample 5; it is not trained on" in caplog.text
     assert dead.status == Sample.Status.FAILED and dead.metadata["reward_lost"] == "crash"
     assert score_group(flags(f"{hooks}:group_hangs", group_rm=True, reward_timeout_s=0.5)) == [0.0] * 3
-    assert (take_lost(), take_lost()) == ({"timeout": 4, "crash": 1}, {})
+    assert (lost_metrics(), lost_metrics()) == ({"rollout/reward_timeout": 4, "rollout/reward_crash": 1}, {})
 
 
 def test_what_an_evaluation_loses_is_counted_apart(hooks: str) -> None:
@@ -174,7 +174,7 @@ def test_what_an_evaluation_loses_is_counted_apart(hooks: str) -> None:
         found = threads.submit(evaluate)
         threads.submit(score, flags(f"{hooks}:dies"), Sample(index=2)).result()
         assert found.result() == {"crash": 1}
-    assert take_lost() == {"crash": 1}
+    assert lost_metrics() == {"rollout/reward_crash": 1}
 
 
 def test_groups(hooks: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.dispatch import RewardError, async_rm, take_lost
+from fusionrl.rewards.dispatch import RewardError, async_rm, lost_metrics
 from fusionrl.rewards.reward_model import MAX_IN_FLIGHT
 from tests.tiny_model import make_classifier
 
@@ -53,7 +53,7 @@ def test_a_refusal_and_a_score_that_is_no_number_name_the_sample(args: Any, json
 def test_an_engine_that_hangs_costs_the_samples_their_reward(args: Any) -> None:
     """Requests under way are bounded, and waiting for one's turn is not counted."""
     args.reward_timeout_s, args.reward_failure_value = 1.0, -7.0
-    take_lost()
+    lost_metrics()
 
     async def scene() -> tuple[list[Any], int]:
         under_way = most = 0
@@ -76,7 +76,7 @@ def test_an_engine_that_hangs_costs_the_samples_their_reward(args: Any) -> None:
     start = time.monotonic()
     found, most = asyncio.run(scene())
     assert found == [-7.0] * (MAX_IN_FLIGHT + 9)
-    assert take_lost() == {"timeout": MAX_IN_FLIGHT + 9}
+    assert lost_metrics() == {"rollout/reward_timeout": MAX_IN_FLIGHT + 9}
     assert most == MAX_IN_FLIGHT
     assert time.monotonic() - start > 2.0
 
