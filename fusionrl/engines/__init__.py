@@ -4,7 +4,7 @@ It speaks to SGLang by HTTP and imports neither sglang, megatron nor ray. The ex
 `launch_server`, `launch_router`, `server_patches` and `adapter_versions`.
 """
 
-# Environment of SGLang's servers: `spec` sets it, `launch_server` and what it patches read it.
+# Environment of the servers: `spec` sets it, `launch_server` and what it patches read it.
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
 ADAPTERS_VARIABLE = "FUSIONRL_ADAPTERS"  # names of the adapters that the server gets, with commas between
 NODES_VARIABLE = "FUSIONRL_ENGINE_NODES"  # set in the servers of an engine over several nodes

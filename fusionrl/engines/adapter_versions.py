@@ -108,21 +108,19 @@ def register(names: Sequence[str]) -> None:
 
 def _name_requests(structs: ModuleType, versions: AdapterVersions) -> None:
     """Give each request the name of an adapter, before SGLang takes a batch apart."""
+
+    def naming(original: Callable[[GenerateReqInput], None]) -> Callable[[GenerateReqInput], None]:
+        def normalize_batch_and_arguments(self: GenerateReqInput) -> None:
+            if isinstance(self.lora_path, list):
+                self.lora_path = [name or versions.default(self.rid) for name in self.lora_path]
+            else:
+                self.lora_path = self.lora_path or versions.default(self.rid)
+            original(self)
+
+        return normalize_batch_and_arguments
+
     for kind in (structs.GenerateReqInput, structs.EmbeddingReqInput):
-        kind.normalize_batch_and_arguments = _naming(kind.normalize_batch_and_arguments, versions)
-
-
-def _naming(
-    original: Callable[[GenerateReqInput], None], versions: AdapterVersions
-) -> Callable[[GenerateReqInput], None]:
-    def normalize_batch_and_arguments(self: GenerateReqInput) -> None:
-        if isinstance(self.lora_path, list):
-            self.lora_path = [name or versions.default(self.rid) for name in self.lora_path]
-        else:
-            self.lora_path = self.lora_path or versions.default(self.rid)
-        original(self)
-
-    return normalize_batch_and_arguments
+        kind.normalize_batch_and_arguments = naming(kind.normalize_batch_and_arguments)
 
 
 def _serve_versions(managers: ModuleType, versions: AdapterVersions) -> None:

@@ -184,7 +184,9 @@ class GenerateClient:
             if finished:
                 return
             if self._media is not None and self._media.bar(tokens):
-                yield _cut_off(piece, part)
+                # No engine can continue it: it ends after the last piece that came.
+                end = replace(piece, tokens=piece.tokens[:0], log_probs=piece.log_probs[:0], text="", part=part)
+                yield replace(end, weight_versions=[], finish_reason="length")
                 return
             if len(tokens) > before:
                 self.num_tokens_kept += len(tokens) - before
@@ -385,12 +387,6 @@ async def _lines(
         response.release()
     finally:
         response.close()
-
-
-def _cut_off(last: Generation, part: int) -> Generation:
-    """The end of an answer that no engine can continue, after the last piece that came."""
-    piece = replace(last, tokens=last.tokens[:0], log_probs=last.log_probs[:0], text="", weight_versions=[])
-    return replace(piece, finish_reason="length", part=part)
 
 
 def _continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:

@@ -1,11 +1,14 @@
-"""Encode the change of a tensor since the last version in few bytes, and apply it. Pure: arrays, zstd, hashes.
+"""Versions of the weights that trainers push by files: their deltas, and the engines' half of a push.
 
-A tensor is seen as its elements' bit patterns, an array of unsigned integers. Two encodings:
+A delta is the change of a tensor's bit patterns since the last version, sorted into planes (all lowest bytes, then all
+second ones, ...) and compressed by zstd:
 
 xor        base ^ new of all elements, zero where nothing changed
 overwrite  the changed elements' places, as gaps between them, and their new values; may be applied twice
 
-The bytes of both are sorted into planes (all lowest bytes, then all second ones, ...) and compressed by zstd.
+`pull_version` verifies a version and brings it into this host's copy: <local folder>/weights is the Hugging Face folder
+that engines load, `state` the name of the weights in it (absent while they change), and `lock` is held by the process
+that works on it. Without a local folder engines load a full version from where the trainers wrote it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import logging
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -190,7 +192,9 @@ def pull_version(folder: str, local_folder: str | None) -> str | None:
         return folder
     local = Path(local_folder)
     try:
-        with _locked(local):
+        local.mkdir(parents=True, exist_ok=True)
+        with (local / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if _state(local) != manifest.state and not _update(Path(folder), manifest, local):
                 return None
     except OSError as error:
@@ -205,7 +209,11 @@ def _update(folder: Path, manifest: Manifest, local: Path) -> bool:
     """Bring the copy to the version; False: a full one is needed."""
     if manifest.base is None:
         (local / "state").unlink(missing_ok=True)
-        _copy(folder, manifest, local / "weights")
+        shutil.rmtree(local / "weights", ignore_errors=True)
+        (local / "weights").mkdir()
+        for name, checksum in manifest.files.items():
+            with (local / "weights" / name).open("wb") as copy:
+                _check_file(folder / name, checksum, manifest.checksum, copy)
     elif _state(local) != manifest.base:
         logger.warning("%s is not the version that %s is against: a full one is needed", local, folder)
         return False
@@ -227,14 +235,6 @@ def _state(local: Path) -> str | None:
     return path.read_text() if path.is_file() and (local / "weights").is_dir() else None
 
 
-@contextmanager
-def _locked(local: Path) -> Iterator[None]:
-    local.mkdir(parents=True, exist_ok=True)
-    with (local / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 # ------------------------------------------------------------------------------------------------ files
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
@@ -254,14 +254,6 @@ def _check_file(path: Path, checksum: str, kind: str, copy: BinaryIO | None = No
             copy.write(chunk)
     if actual.hexdigest() != checksum:
         raise DamagedVersion(f"{path} is damaged: its {kind} is {actual.hexdigest()}, not {checksum}")
-
-
-def _copy(folder: Path, manifest: Manifest, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for name, checksum in manifest.files.items():
-        with (target / name).open("wb") as copy:
-            _check_file(folder / name, checksum, manifest.checksum, copy)
 
 
 def _apply(folder: Path, manifest: Manifest, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Images in requests to engines, checked before they are sent. Pure.
+"""Images: what engines need to see them, and checks of requests before they are sent. Pure.
 
 A request has one placeholder for each image in its ids, which SGLang repeats once for each token of the image. SGLang
 (0.5.23) does not answer to ids in which they are repeated already, or answers with an error after which the client

@@ -5,7 +5,7 @@ keeps the socket bound (not listening, SO_REUSEADDR set) until the server answer
 process that asks for any, refuses it to those that bind it without SO_REUSEADDR, and lets the server, which sets it,
 bind and listen. If a stranger names this very port with SO_REUSEADDR, `start_on_free_ports` tries others.
 
-On a CPU a start of SGLang's server is mostly imports: 6 s of a core. The run's nursery (`fusionrl.base.nursery`) makes
+On a CPU a server's start is mostly imports: 6 s of a core. The run's nursery (`fusionrl.base.nursery`) makes
 them once; server and minder are then forks of it (`fork_server`), and behave as other children.
 """
 

@@ -11,7 +11,6 @@ from the starter, and ends as the command ended, with the same exit code or by t
 """
 
 import ctypes
-import functools
 import os
 import select
 import signal
@@ -19,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -152,25 +151,9 @@ def _read_secret(starter: socket.socket) -> bytes:
     return secret
 
 
-def start_command(command: Sequence[str], stdin: int, output: int | None) -> int:
-    """Start a command that reads from the descriptor `stdin`, and writes to `output`. Returns its pid.
-
-    It does not outlive the minder either; the minder has one thread, which ends with it. OSError: no such program.
-    """
-    return subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, preexec_fn=end_with_parent).pid
-
-
 def end_with_parent() -> None:
-    """Let this process be killed when its parent ends."""
+    """Let this process be killed when its parent, or the thread that started it, ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _input_with(secret: bytes) -> int:
-    """A descriptor from which `secret` can be read, and then the end of the file."""
-    read, write = os.pipe()
-    os.write(write, secret)
-    os.close(write)
-    return read
 
 
 def mind(
@@ -185,7 +168,11 @@ def mind(
     starter.set_inheritable(False)
     secret = _read_secret(starter)
     output = _Output(secret) if secret else None
-    stdin = _input_with(secret) if secret else os.open(os.devnull, os.O_RDONLY)
+    stdin = os.open(os.devnull, os.O_RDONLY)
+    if secret:
+        stdin, write = os.pipe()
+        os.write(write, secret)
+        os.close(write)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
@@ -237,7 +224,11 @@ def mind(
 def main() -> None:
     command = sys.argv[2:]
     starter = socket.socket(fileno=int(sys.argv[1]))
-    mind(starter, functools.partial(start_command, command), command[0], lambda status: None)
+
+    def start(stdin: int, output: int | None) -> int:
+        return subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, preexec_fn=end_with_parent).pid
+
+    mind(starter, start, command[0], lambda status: None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where requests of `/generate` go, and which are sent as one.
 
-`RequestTargets` chooses the engine of each try; an answer that is refused is asked for elsewhere. `RequestMerger` sends
+`RequestTargets` chooses the engine of each try; a request whose answer is refused goes elsewhere. `RequestMerger` sends
 equal requests of one moment as one: the samples of a group, where their answers are short.
 """
 

@@ -1,11 +1,12 @@
-"""Connect SGLang's ranks to each other and to the trainers without a TCPStore that strangers can write to.
+"""What fusionrl changes in SGLang's servers from outside, on every device: rendezvous, stamps of streams, model checks.
 
-`install_rendezvous` replaces torch's handler of `tcp://host:port`, where SGLang meets, in the server's processes:
+`install_rendezvous` connects SGLang's ranks to each other and to the trainers without a TCPStore that strangers can
+write to. It replaces torch's handler of `tcp://host:port`, where SGLang meets:
 
 * SGLang's own ranks meet in a file of the engine's temporary folder; those of an engine over several nodes in a store
   of rank 0 that takes connections from the run's nodes alone;
 * a trainer is met, for a weight push, in the store that it made (`fusionrl.base.group_stores`). All members of the
-  group wait there for each other, and NCCL's communicator is made at once (`fusionrl.base.group_stores`).
+  group wait there for each other, and NCCL's communicator is made at once.
 """
 
 from __future__ import annotations
@@ -71,7 +72,15 @@ logger = logging.getLogger(__name__)
 
 
 def stamp_streams() -> None:
-    """Let schedulers of this process, and of those forked from it, tell it with each event. Idempotent."""
+    """Let each event of a stream say which weights sampled which of its tokens. Idempotent.
+
+    For schedulers of this process, and of those forked from it. SGLang's tell it with the last event of an answer,
+    which an engine that dies does not send. The events before have the version of the moment, too new for tokens that
+    were on their way through the detokenizer at an update.
+
+    At a pause `in_place` of an engine that schedules ahead, as on a GPU, the token that is being sampled counts as one
+    of the new weights, in the last event too.
+    """
     try:
         from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
         from sglang.srt.utils.weight_versions import compute_weight_version_spans
@@ -106,7 +115,12 @@ class WrongModel(RuntimeError):
 
 
 def check_models() -> None:
-    """Check models that schedulers of this process, and of those forked from it, load from files. Call it once."""
+    """Check models that schedulers of this process, and of those forked from it, load from files. Call it once.
+
+    SGLang skips tensors whose names it does not know, and starts with whatever memory held where all of them are so. It
+    also takes defaults of its own for fields of config.json that it looks for elsewhere than transformers does. Either
+    engine would answer, with other log-probs than the trainers'.
+    """
     when_imported("sglang.srt.model_loader.loader", _watch)
 
 
@@ -219,17 +233,12 @@ def reading_errors(model: torch.nn.Module, shape: ModelShape) -> list[str]:
             if wrong := [value for value in values if not any(math.isclose(value, one) for one in right)]:
                 read, told = (", ".join(f"{x:g}" if x else "none" for x in side) for side in (wrong, right))
                 errors.append(f"SGLang reads {name} {read} where trainers read {told}")
-    if wrong := sorted(_tower_epsilons(model) - {_TOWER_EPSILON}):
+    # SGLang gives norms of a vision tower the text model's epsilon.
+    norms = [*tower.modules()] if (tower := getattr(model, _TOWER, None)) is not None else []
+    epsilons = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
+    if wrong := sorted({value for value in epsilons if isinstance(value, float)} - {_TOWER_EPSILON}):
         errors.append(f"SGLang takes {wrong[0]:g} in norms of the vision tower where trainers take {_TOWER_EPSILON:g}")
     return list(dict.fromkeys(errors))
-
-
-def _tower_epsilons(model: torch.nn.Module) -> set[float]:
-    """Epsilons of the norms of a vision tower; SGLang gives it the text model's."""
-    tower = getattr(model, _TOWER, None)
-    modules = [] if tower is None else [*tower.modules()]
-    values = [getattr(one, "variance_epsilon", getattr(one, "eps", None)) for one in modules]
-    return {float(value) for value in values if isinstance(value, float)}
 
 
 def _numbers(model: torch.nn.Module) -> Iterator[tuple[int, str, float]]:

@@ -1,8 +1,8 @@
-"""The verifiable instructions of IFEval (arXiv:2311.07911): each checked by a rule, all of them to be followed.
+"""Verifiable instructions: IFEval's (arXiv:2311.07911), each checked by a rule, and IFBench's, by its own program.
 
 A sample's metadata carries `instruction_id_list` and `kwargs`, a dict for each instruction, as in the data set. Two
 things differ from the authors' program: sentences are counted by a rule and not by nltk's trained model, and keywords
-are plain text and not regular expressions.
+are plain text and not regular expressions. IFBench is the user's checkout, found on PYTHONPATH.
 """
 
 import importlib

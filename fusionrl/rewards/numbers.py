@@ -1,4 +1,4 @@
-r"""One grammar of written numbers, for answers and labels alike.
+r"""One grammar of written numbers, for answers and labels alike, and the reward that compares them.
 
 A number has an optional sign (ASCII, U+2212 or a dash), an optional currency sign on either side of it, digits with
 thousands separators (a comma, or LaTeX's `{,}`, before every three digits), a decimal point, and an exponent (`e-3`,

@@ -1,4 +1,4 @@
-"""`--rm-type reward_model`: engines of their own, which serve the classifier of --rm-model, score the samples.
+"""Rewards that come by HTTP: from the engines of --rm-model (`--rm-type reward_model`) or a server (`remote_rm`).
 
 The engines batch concurrent requests; here their number is bounded.
 """

@@ -1,4 +1,4 @@
-"""Rewards that compare words, and one for the form of a response."""
+"""Rewards that compare words, one for the form of a response, and a coin."""
 
 import random
 import re

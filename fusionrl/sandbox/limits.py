@@ -1,4 +1,4 @@
-"""Bounds of one run in the sandbox, and its result."""
+"""Bounds of one run in the sandbox, its result, and the cgroup that bounds its memory where the kernel allows one."""
 
 import errno
 import functools

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -345,31 +344,6 @@ def test_without_a_nursery_it_is_started_as_usual(
         monkeypatch.setenv(name, value)
     with open(tmp_path / "log", "ab") as log, socket.socketpair()[0] as control:
         assert fork_server([sys.executable, "-m", SERVER_MODULE], control, log, dict(os.environ)) is None
-
-
-def test_an_end_is_read_once() -> None:
-    """Another thread that looks at the same moment waits, and finds the same."""
-    ours, theirs = os.pipe()
-    forked = ForkedMinder(2**22 + 1, ours)  # no such process
-    os.write(theirs, b"%d" % (3 << 8))
-    os.close(theirs)
-    is_reading, may_go_on = threading.Event(), threading.Event()
-    usual = os.close
-
-    def slow(descriptor: int) -> None:
-        if descriptor == ours:
-            is_reading.set()
-            may_go_on.wait(10)
-        usual(descriptor)
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(os, "close", slow)
-        first = pool.submit(forked.poll)
-        assert is_reading.wait(10)
-        second = pool.submit(forked.poll)
-        time.sleep(0.1)
-        may_go_on.set()
-        assert (first.result(10), second.result(10)) == (3, 3)
 
 
 def test_a_minder_that_ends_at_that_moment_is_killed_all_the_same() -> None:

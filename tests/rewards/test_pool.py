@@ -45,7 +45,6 @@ def changes(args, sample, **kwargs):
     return 1.0
 def remembers(args, sample, **kwargs): return float(hasattr(args, "seen"))
 def a_lock(args, sample, **kwargs): return threading.Lock()
-def group(args, samples, **kwargs): return [float(s.index) for s in samples]
 def looks(args, sample, **kwargs):
     image, train = sample.multimodal_inputs["images"][0], sample.multimodal_train_inputs
     sample.metadata["pixel"] = image.getpixel((3, 5))
@@ -252,11 +251,6 @@ def test_samples_that_no_connection_takes_at_once_arrive_whole(pool: RewardPool,
     lengths = [1 + 80_000 * (index % 9) for index in range(40)]
     futures, _ = submit(pool, f"{hooks}:{name}", lengths, 30.0)
     assert [future.result(60) for future in futures] == lengths
-
-
-def test_a_group_is_one_call(pool: RewardPool, hooks: str) -> None:
-    group = [Sample(index=i) for i in range(4)]
-    assert call(pool, grading(f"{hooks}:group"), group, call="group").result(30) == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_nothing_is_left_when_it_is_closed(hooks: str) -> None:

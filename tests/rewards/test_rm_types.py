@@ -52,11 +52,8 @@ def test_equal_answers(given: str, truth: str, wanted: bool) -> None:
 
 
 def test_exact() -> None:
-    assert [reward_of("exact")(text, label) for text, label in ((" 42\n", "42"), ("42.", "42"), ("42", 42))] == [
-        1,
-        0,
-        1,
-    ]
+    cases = (" 42\n", "42", 1), ("42.", "42", 0), ("42", 42, 1)
+    assert all(reward_of("exact")(text, label) == wanted for text, label, wanted in cases)
 
 
 def test_math_in_a_thread() -> None:
@@ -101,10 +98,8 @@ def test_format(response: str, wanted: float) -> None:
 
 
 def test_format_by_a_regex() -> None:
-    texts, form = (
-        (" Reason: so\nit is\nAnswer: 5 ", "Reason: so\nAnswer: 5 apples"),
-        {"format_regex": r"Reason:.+: \d+"},
-    )
+    form = {"format_regex": r"Reason:.+: \d+"}
+    texts = (" Reason: so\nit is\nAnswer: 5 ", "Reason: so\nAnswer: 5 apples")
     assert [reward_of("format")(text, None, form) for text in texts] == [1.0, 0.0]
 
 

@@ -1,6 +1,7 @@
 """The files that the code sees: system libraries, its interpreter and its own folder, and nothing else.
 
-With namespaces that is a root of its own, built of read-only binds; without, rules of Landlock.
+With namespaces that is a root of its own, built of read-only binds; without, rules of Landlock, by which a process
+hides files from itself and its descendants. Rights are those of linux/landlock.h; a kernel knows them up to its ABI.
 """
 
 from __future__ import annotations
