@@ -85,7 +85,7 @@ def fetch_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
     if knobs.exclusive and busy:
         return (Wait("trainers", "the engines have the devices", _ordinals(busy)),)
     if len(ready) < knobs.groups_per_fetch:
-        if not unready and not may_come(state, knobs):
+        if not unready and state.stream_ended and not state.of("pending"):
             return (Stop(_ended_early(state, knobs, len(ready))),)
         why = f"{len(ready)} of {knobs.groups_per_fetch} groups are ready"
         return (Wait("trainers", why, _ordinals(unready), "batch"),)
@@ -101,10 +101,6 @@ def fetch_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
 def in_dispatch_order(groups: Iterable[Group]) -> list[Group]:
     """Return the groups, the longest admitted first: the order of fetches does not depend on how long a group took."""
     return sorted(groups, key=lambda group: group.order)
-
-
-def may_come(state: State, knobs: Knobs) -> bool:
-    return not state.stream_ended or bool(state.of("pending"))
 
 
 def latecomers(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Group]:

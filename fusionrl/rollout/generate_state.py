@@ -1,4 +1,4 @@
-"""State that the functions of a rollout share, from any thread and event loop: client, semaphore, `GenerateState`.
+"""State that the functions of a rollout share, from any thread and event loop: client, limits, `GenerateState`.
 
 The default rollout opens a client for its own event loop and puts it on `args`. A user's rollout function has loops of
 its own (`asyncio.run`, a worker's thread, `event_loop.run`): there the first `generate` opens a client, which is closed
