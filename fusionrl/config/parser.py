@@ -130,9 +130,9 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     try:
         return Config.from_flat(values, passthrough, values.keys() - passed_names), errors
     except ValidationError as error:
-        errors.extend(describe_error(_field_of(item["loc"]), item) for item in error.errors())
-        bad_fields = {_field_of(item["loc"]) for item in error.errors()}
-        fitting = {field: value for field, value in values.items() if field not in bad_fields}
+        items = [(str(item["loc"][:2][-1]), item) for item in error.errors()]  # a place is (group, field, …)
+        errors += [describe_error(field, item) for field, item in items]
+        fitting = {field: value for field, value in values.items() if field not in dict(items)}
         return Config.from_flat(fitting, passthrough, fitting.keys() - passed_names), errors
 
 
@@ -203,10 +203,6 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
         if name not in FIELDS and (reason := own_name_error(name)):
             errors.append(f"{where}: {reason}")
     return {str(name): value for name, value in content.items() if name != "custom_config_path"}
-
-
-def _field_of(location: tuple[int | str, ...]) -> str:
-    return str(location[1]) if len(location) > 1 else str(location[0])
 
 
 _VALUES = {"true": True, "false": False}

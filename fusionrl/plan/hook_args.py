@@ -38,7 +38,7 @@ _OFF: dict[str, object] = {
 
 
 def slime_args(config: Config, plan: Plan) -> dict[str, object]:
-    """Return slime's names with the run's values, of those that no flag of the run sets."""
+    """Return slime's names with the run's values, of those that no flag sets, and the flags that were left open."""
     shape, layout, batch = plan.shape, plan.layout, plan.batch
     data, rollout, algorithm = config.data, config.rollout, config.algorithm
     num_engines = len(plan.engine_bundles)
@@ -61,7 +61,15 @@ def slime_args(config: Config, plan: Plan) -> dict[str, object]:
     if layout is not None:
         values |= {"world_size": layout.world_size, "data_parallel_size": layout.dp}
     flags = vars(config.to_args())
-    return {name: value for name, value in values.items() if flags.get(name) is None}
+    return {name: value for name, value in values.items() if flags.get(name) is None} | {
+        "num_rollout": plan.num_rollout,
+        "device": plan.device,
+        "train_num_threads": plan.train_num_threads,
+        "precision": plan.precision,
+        "num_steps_per_rollout": batch.num_steps if batch else None,
+        "multimodal_keys": data.multimodal_keys or None,  # as slime's functions know it
+        "lr_decay_iters": config.train.lr_decay_iters or plan.num_optimizer_steps or None,
+    }
 
 
 def _model(shape: ModelShape) -> Mapping[str, object]:

@@ -14,8 +14,6 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.plan.trainers import layer_impl
 
 Bundles = tuple[tuple[int, ...], ...]
-
-
 SIZE_FLAG = "--rollout-num-gpus-per-engine"
 
 

@@ -95,11 +95,9 @@ class Plan:
     def trainer_plan(self, role: Role | None = None) -> TrainerPlan:
         """Return what the trainers of a role follow; None is the policy's. The run must have such trainers."""
         group = self if role is None else self.auxiliary
-        layout = None if group is None else group.layout
-        assert layout is not None, f"the run has no trainers of the role {role}"
-        steps = self.num_optimizer_steps or None
-        threads = self.train_num_threads
-        return TrainerPlan(layout, self.device, self.precision, threads, steps, self.answers, self.knobs)
+        assert group is not None and group.layout is not None, f"the run has no trainers of the role {role}"
+        steps, threads = self.num_optimizer_steps or None, self.train_num_threads
+        return TrainerPlan(group.layout, self.device, self.precision, threads, steps, self.answers, self.knobs)
 
     @property
     def pushed_shape(self) -> ModelShape:
@@ -134,8 +132,12 @@ class Plan:
         return next(itertools.islice(serving, engine, None), None)
 
     @property
+    def is_colocated(self) -> bool:
+        return any(bundle in self.trainer_bundles for bundles in self.engine_bundles for bundle in bundles)
+
+    @property
     def takes_turns(self) -> bool:
-        """Return whether engines and trainers take turns on shared GPUs (`plan/devices.py`)."""
+        """Return whether engines and trainers take turns on shared GPUs."""
         return self.device == "cuda" and self.is_colocated
 
     @property
@@ -148,11 +150,6 @@ class Plan:
         if not self.takes_turns:
             return "together"
         return "engines first" if self.engines_give_memory else "trainers first"
-
-    @property
-    def is_colocated(self) -> bool:
-        used = {bundle for bundles in self.engine_bundles for bundle in bundles}
-        return bool(used & set(self.trainer_bundles))
 
     @property
     def shares_with_auxiliary(self) -> bool:
@@ -258,21 +255,8 @@ def _plan(
         knobs=knobs_of(config, plan.num_rollout, num_engines) if is_streamed(config) else None,
         engines_give_memory=plan.takes_turns and cluster.offload_rollout,
         trainers_give_memory=when == "always" or (when == "auto" and plan.takes_turns),
-        answers=_answers(config, plan),
+        answers=slime_args(config, plan),
     )
-
-
-def _answers(config: Config, plan: Plan) -> dict[str, object]:
-    """Answer the flags that were `auto`, or not given, and slime's names that are not flags here."""
-    return slime_args(config, plan) | {
-        "num_rollout": plan.num_rollout,
-        "device": plan.device,
-        "train_num_threads": plan.train_num_threads,
-        "precision": plan.precision,
-        "num_steps_per_rollout": plan.batch.num_steps if plan.batch else None,
-        "multimodal_keys": config.data.multimodal_keys or None,  # as slime's functions know it
-        "lr_decay_iters": config.train.lr_decay_iters or plan.num_optimizer_steps or None,
-    }
 
 
 def plan_errors(
@@ -288,11 +272,8 @@ def plan_errors(
     try:
         layout = _layout(config, shape)
         if layout and shape:
-            layout_errors = model_errors(layout, shape, config.passthrough.transformer)
-            layout_errors += mtp_errors(config, layout, shape)
-            layout_errors += [] if layout_errors else vision_errors(config, layout, shape)
-            errors += layout_errors
-            if not layout_errors:
+            errors += _layout_errors(config, layout, shape)
+            if not errors:
                 _check_saved(config, layout, shape)
     except ValueError as error:
         errors.append(str(error))
@@ -355,11 +336,15 @@ def _checked_layout(config: Config, shape: ModelShape, world_size: int | None = 
     """The layout, into which the model divides."""
     layout = _layout(config, shape, world_size)
     if layout:
-        errors = model_errors(layout, shape, config.passthrough.transformer) + mtp_errors(config, layout, shape)
-        if errors := errors or vision_errors(config, layout, shape):
+        if errors := _layout_errors(config, layout, shape):
             raise ValueError(errors[0])
         _check_saved(config, layout, shape)
     return layout
+
+
+def _layout_errors(config: Config, layout: TrainerLayout, shape: ModelShape) -> list[str]:
+    errors = model_errors(layout, shape, config.passthrough.transformer) + mtp_errors(config, layout, shape)
+    return errors or vision_errors(config, layout, shape)
 
 
 def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> None:

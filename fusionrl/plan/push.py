@@ -3,13 +3,12 @@
 Pure: no tensor is touched.
 
 A *source* is the first rank of a group that holds some tensors in parts: the tensor-parallel ranks of a pipeline stage,
-or for experts the expert-tensor-parallel ranks of one expert-parallel rank. The others of the group send it their
-parts, bucket by bucket, so nothing is gathered over pipeline stages, over experts, or onto ranks that do not send. Only
-a stack, one tensor of all experts of a layer, is gathered over the expert-parallel ranks.
+for experts the expert-tensor-parallel ranks of one expert-parallel rank, for a stack (one tensor of all experts of a
+layer) the expert-parallel ranks. The others of the group send it their parts, bucket by bucket.
 
-Buckets are numbered over all sources, and every rank gathers in this order. Broadcasts also take turns in it: an engine
-receives one bucket at a time, and two engines that received from two sources in different orders would wait for each
-other. While one source sends, the others gather, and so does the same one for its next bucket.
+Buckets are numbered over all sources, and every rank gathers in this order, and broadcasts take turns in it: two
+engines that received from two sources in different orders would wait for each other. While one source sends, the others
+gather, and so does the same one for its next bucket.
 """
 
 from __future__ import annotations
@@ -312,9 +311,14 @@ TOGETHER = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 
 
 def _cut(tensors: Iterable[PushTensor], max_bytes: int) -> Iterator[list[PushTensor]]:
-    """Consecutive tensors of one dtype, of at most `max_bytes` together in a buffer."""
+    """Consecutive tensors of one dtype, of at most `max_bytes` together in a buffer, those of `TOGETHER` as one."""
     bucket: list[PushTensor] = []
-    for unit in _units(tensors):
+    rest = iter(tensors)
+    for tensor in rest:
+        unit = [tensor]
+        if tensor.name.endswith(TOGETHER[0]) and (following := next(rest, None)) is not None:
+            assert are_together(tensor.name, following.name), f"{tensor.name} without its pair"
+            unit.append(following)
         size = sum(tensor.buffer_bytes for tensor in bucket + unit)
         if bucket and (size > max_bytes or bucket[0].dtype != unit[0].dtype):
             yield bucket
@@ -322,17 +326,6 @@ def _cut(tensors: Iterable[PushTensor], max_bytes: int) -> Iterator[list[PushTen
         bucket = bucket + unit
     if bucket:
         yield bucket
-
-
-def _units(tensors: Iterable[PushTensor]) -> Iterator[list[PushTensor]]:
-    """Tensors one by one, but for those of `TOGETHER`."""
-    rest = iter(tensors)
-    for tensor in rest:
-        unit = [tensor]
-        if tensor.name.endswith(TOGETHER[0]) and (following := next(rest, None)) is not None:
-            assert are_together(tensor.name, following.name), f"{tensor.name} without its pair"
-            unit.append(following)
-        yield unit
 
 
 def are_together(before: str, name: str) -> bool:

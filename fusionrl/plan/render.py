@@ -67,10 +67,14 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         lines.append(f"{plan.auxiliary.role:<11}{_ranks(plan.auxiliary.layout, plan.auxiliary.bundles)}")
     if plan.num_engines:
         named = [f"engine {i} on {_devices(bundles)}" for i, bundles in enumerate(plan.engine_bundles)]
+        # On a GPU SGLang chooses, unless the user does.
+        on_cpu = ATTENTION_BACKEND if plan.device == "cpu" else None
+        backend = config.passthrough.sglang.get("attention_backend") or on_cpu
+        attention = f"; attention {backend}" if backend else ""
         in_place = config.weights.pause_generation_mode == "in_place"
         cache = "; no prefix cache, for --pause-generation-mode in_place" if in_place else ""
         sizes = f"{plan.num_engines} x TP {plan.engine_size}" if not plan.groups else f"{plan.num_engines} in groups"
-        lines.append(f"engines    {sizes}: {_some(named)}{cache}{_attention(plan, config)}")
+        lines.append(f"engines    {sizes}: {_some(named)}{cache}{attention}")
         lines += [f"           {_group(group)}" for group in plan.groups]
     if plan.eval_bundles:
         first = plan.num_engines
@@ -155,14 +159,6 @@ def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
     return f"{counted(layout.world_size, 'rank')} = {sizes} on devices {_devices(bundles)}"
 
 
-def _attention(plan: Plan, config: Config) -> str:
-    """The attention backend of engines on a CPU, or one that the user chose; on a GPU SGLang chooses."""
-    backend = config.passthrough.sglang.get("attention_backend")
-    if backend is None and plan.device == "cpu":
-        backend = ATTENTION_BACKEND
-    return f"; attention {backend}" if backend else ""
-
-
 def _some(named: list[str]) -> str:
     """The engines as a list, or some of many."""
     return ", ".join(named if len(named) <= 8 else [*named[:3], "…", named[-1]])
@@ -220,9 +216,9 @@ def open_file_warnings(config: Config, plan: Plan) -> list[str]:
     limit, samples = most_open_files(), samples_in_flight(config, plan)
     if samples <= most_requests(limit):
         return []
+    most = most_requests(limit)
     return [
         f"{samples} samples may be in flight, and each takes two open files of the router; this machine allows it"
-        f" {limit}, enough for {most_requests(limit)}: raise the hard limit (ulimit -Hn) to"
-        f" {2 * samples + FILES_BESIDE}, or give --sglang-server-concurrency"
-        f" {max(1, most_requests(limit) // plan.num_engines)}"
+        f" {limit}, enough for {most}: raise the hard limit (ulimit -Hn) to {2 * samples + FILES_BESIDE}, or give"
+        f" --sglang-server-concurrency {max(1, most // plan.num_engines)}"
     ]

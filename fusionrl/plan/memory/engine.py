@@ -114,12 +114,6 @@ def seeing_fraction(vision: VisionShape) -> float:
     return 0.95 * min(max(1.1 - 0.1 * complexity, 0.8), 1.05)
 
 
-def _of_images(vision: VisionShape, chunk: int, width: int) -> float:
-    """Bytes of a pass over the images of one prefill chunk, and of their features."""
-    features = chunk * vision.out_hidden_size * (1 + len(vision.deepstack)) * width
-    return pass_bytes(vision, chunk * vision.merge**2, width) + features
-
-
 def engine_memory(
     shape: ModelShape,
     weight_bytes: float,
@@ -134,7 +128,6 @@ def engine_memory(
     """One device of an engine of `tp` devices; None: the device's memory is not known.
 
     weight_bytes  of all weights of the model, as engines hold them
-    dtype         "fp32" or "bf16"
     on_cpu        the engine's pool has a fixed number of tokens there
     resident      bytes of others on the device; SGLang leaves them out of its fraction
     """
@@ -153,7 +146,8 @@ def engine_memory(
     if fraction is None or not fraction:
         fraction = static_fraction(device_memory, tp, chunk) * (seeing_fraction(vision) if vision else 1.0)
     if vision is not None:
-        images = _of_images(vision, chunk, width)
+        images = chunk * vision.out_hidden_size * (1 + len(vision.deepstack)) * width  # features of one prefill chunk
+        images += pass_bytes(vision, chunk * vision.merge**2, width)
     room = fraction * device_memory - resident - weights
     states = _num_states(server_args, state, room, on_cpu=False) if state else (0, 0)
     tokens = int((room - states[0] * state) // (token or 1.0))

@@ -62,14 +62,12 @@ class StateOptions:
         sizes = [_width(optimizer.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
         if is_bf16:
             sizes.append(_width(optimizer.get("main_params_dtype")))
-        share = (
-            passed(optimizer, "optimizer_offload_fraction", float) if optimizer.get("optimizer_cpu_offload") else None
-        )
+        is_offloaded = bool(optimizer.get("optimizer_cpu_offload"))
         return cls(
             weight_bytes=2 if is_bf16 else 4,
             gradient_bytes=2 if is_bf16 and ddp.get("grad_reduce_in_fp32") is False else 4,
             optimizer_bytes=sum(sizes),
-            host_share=share or 0.0,
+            host_share=(is_offloaded and passed(optimizer, "optimizer_offload_fraction", float)) or 0.0,
             is_distributed=ddp.get("use_distributed_optimizer", True) is not False,
         )
 
@@ -116,12 +114,8 @@ def stage_parameters(
     adapters  that are trained in addition
     """
     stage_of, experts_per_rank = stage_of_rule(stages), shape.num_experts // layout.ep
-    dense: list[list[int]] = [[] for _ in stages]
-    exact: list[list[int]] = [[] for _ in stages]
-    shared: list[list[int]] = [[] for _ in stages]
-    expert: list[list[int]] = [[] for _ in stages]
-    still: list[list[int]] = [[] for _ in stages]
-    still_exact: list[list[int]] = [[] for _ in stages]
+    groups: list[list[list[int]]] = [[[] for _ in stages] for _ in range(6)]
+    dense, exact, shared, expert, still, still_exact = groups
     for rule in model_rules(shape).values():
         if rule.buffer:
             continue
@@ -144,8 +138,7 @@ def stage_parameters(
                 dense[stage_of(rule)].append(part_size(rule, layout.tp))
             else:
                 expert[stage_of(rule)] += [part_size(rule, layout.etp)] * experts_per_rank
-    groups = zip(dense, exact, shared, expert, still, still_exact, strict=True)
-    return tuple(StageParameters(*(tuple(numels) for numels in stage)) for stage in groups)
+    return tuple(StageParameters(*map(tuple, stage)) for stage in zip(*groups, strict=True))
 
 
 def part_size(rule: Rule, size: int) -> int:
