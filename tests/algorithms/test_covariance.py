@@ -62,19 +62,6 @@ def test_no_order_or_split_changes_the_choice(name: str):
         assert np.array_equal(select(name, **shuffled, seed=3, options=OPTIONS), whole[order])
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_few_tokens_and_none(name: str):
-    batch = {key: value[:4] for key, value in tokens(2).items()}
-    batch["mask"] = np.ones(4)
-    batch["advantages"] = np.array([-3.0, -1.0, 1.0, 3.0])
-    batch["log_probs"] = np.array([-1.5, -1.0, -0.9, -0.5])  # covariances 1.575, 0.025, 0.075, 1.425
-    selected = select(name, **batch, seed=0, options=OPTIONS)
-    assert selected.sum() == 1 and (selected[0] or (name == "clip_cov" and selected[3]))
-    for mask in (np.zeros(4), np.zeros(0)):
-        none = {key: value[: len(mask)] for key, value in batch.items()} | {"mask": mask}
-        assert not select(name, **none, seed=0, options=OPTIONS).any()
-
-
 def test_token_numbers_depend_on_each_part_and_are_even():
     sample, position = np.repeat(np.arange(200), 200), np.tile(np.arange(200), 200)
     numbers = token_numbers(5, sample, position)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.evaluation import clustered_error, pass_at_k, powers_of_two
+from fusionrl.algorithms.evaluation import clustered_error, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
@@ -27,10 +27,6 @@ def test_pass_at_k_of_many_samples() -> None:
 def test_pass_at_k_of_impossible_counts(n: int, c: int, k: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pass_at_k(n, c, k)
-
-
-def test_powers_of_two() -> None:
-    assert [powers_of_two(n) for n in (1, 2, 7, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
 
 
 def test_error_of_groups_of_one_size_is_that_of_their_means() -> None:

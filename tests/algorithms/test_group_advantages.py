@@ -92,12 +92,6 @@ def test_pass_at_k_is_the_mean_over_all_teams(k: int, wrong: float) -> None:
     assert spoke >= 5
 
 
-@pytest.mark.parametrize("name", sorted(GROUP_STAGES))
-def test_of_nothing_is_nothing(name: str) -> None:
-    got = GROUP_STAGES[name](SampleBatch(np.zeros(0), np.zeros(0, int), np.zeros(0), np.zeros(0)))
-    assert got.shape == (0,) and got.dtype == np.float64
-
-
 def test_leave_one_out_leaves_out_samples_without_a_value() -> None:
     values = np.array([1.0, 2.0, np.nan, 6.0, 5.0, np.nan])
     assert leave_one_out(values, np.array([4, 4, 4, 4, 8, 9])).tolist() == [4.0, 3.5, 3.0, 1.5, 5.0, 0.0]

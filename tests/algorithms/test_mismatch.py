@@ -51,17 +51,6 @@ def test_metrics_equal_loops_over_any_split():
     }
 
 
-def test_nothing_to_compare():
-    none = mismatch_metrics(*mismatch_sums(*draws(torch.zeros(0, dtype=torch.float64))))
-    assert none == {} and mismatch_warning(none) is None
-    train, rollout, mask = draws(torch.zeros(3, dtype=torch.float64))
-    bad = mismatch_metrics(*mismatch_sums(train, rollout * math.nan, mask))
-    assert bad == {"logprob_not_finite": 1.0}
-    text = mismatch_warning(bad)
-    assert text is not None and "100.00% of the tokens have a log-prob of -inf or NaN" in text
-    assert "--rollout-top-p" in text
-
-
 def test_equal_log_probs_and_small_noise_say_nothing():
     assert warning(torch.zeros(100, dtype=torch.float64)) is None
     assert warning(noise(0.02)) is None
@@ -125,15 +114,6 @@ def test_trained_tokens_that_no_engine_sampled_point_at_the_mask(count: int):
     assert f"{count / 2000:.1%} of the trained tokens have a log-prob of exactly 0" in text
     text = mismatch_warning(metrics)  # no function of the user's: the zeros are the engine's
     assert text is not None and "loss_mask" not in text and "Look at: --rollout-top-k and --rollout-top-p" in text
-
-
-def test_a_log_prob_of_0_that_the_trainer_shares_is_none():
-    """A token of which the model is sure, and a mismatch in others: nothing points at the mask."""
-    train, rollout, mask = draws(noise(0.2))
-    train[:100], rollout[:100] = -1e-6, 0.0
-    train[100], rollout[100] = -0.7, 0.0
-    text = mismatch_warning(mismatch_metrics(*mismatch_sums(train, rollout, mask)), functions=[GENERATE])
-    assert text is not None and "loss_mask" not in text and "Look at: the dtype" in text
 
 
 def test_a_drift_is_noticed_below_the_limits():

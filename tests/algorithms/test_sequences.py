@@ -24,19 +24,6 @@ def test_sum_mean_and_spread_equal_loops():
     assert torch.equal(sequences.spread(totals), torch.stack([totals[s] for s in batch.index]))
 
 
-def test_no_token_at_all():
-    nothing = of_lengths([0, 0])
-    assert nothing.mean(torch.zeros(0), torch.zeros(0)).tolist() == [0.0, 0.0]
-    assert nothing.spread(torch.ones(2)).shape == (0,)
-
-
-def test_a_masked_token_counts_nothing_whatever_its_value():
-    x = torch.tensor([1.0, math.nan, -math.inf, 3.0], requires_grad=True)
-    mean = of_lengths([4]).mean(x, torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    mean.sum().backward()
-    assert mean.tolist() == [2.0] and x.grad.tolist() == [0.5, 0.0, 0.0, 0.5]
-
-
 def test_long_sequences_of_fp32_are_added_in_fp64():
     x = torch.full((100_000,), 0.1)
     x[0] = 1e4

@@ -15,7 +15,6 @@ from fusionrl.algorithms.token_advantages import (
     gae,
     kl_rewards,
     score_rewards,
-    truncated_values,
 )
 
 # Empty, one token, on both sides of a chunk's 128, more chunks than one round takes.
@@ -106,19 +105,6 @@ def test_score_stands_on_the_last_trained_token() -> None:
     assert score_rewards(scores, responses).tolist() == [0.0, 2.0, 0.0, 0.0, 0.0, 5.0]
     assert responses.spread(scores).tolist() == [2.0, 2.0, 0.0, 0.0, 0.0, 5.0]
     assert responses.mean(torch.arange(6.0), "x").nan_to_num(-1.0).tolist() == [0.5, -1.0, -1.0, 5.0]
-
-
-def test_a_batch_without_a_trained_token_gives_zeros() -> None:
-    for responses in (
-        Responses(torch.zeros(4), torch.tensor([3, 0, 1])),
-        Responses(torch.zeros(0), torch.zeros(2).long()),
-        Responses(torch.zeros(0), torch.zeros(0).long()),
-    ):
-        zeros, scores = torch.zeros(responses.mask.numel()), torch.ones(responses.lengths.numel())
-        advantages, returns = gae(zeros, zeros, responses, 1.0, 0.9)
-        assert not advantages.any() and not returns.any() and advantages.shape == zeros.shape
-        assert not score_rewards(scores, responses).any() and not discounted_returns(zeros, responses, 0.9).any()
-        assert not truncated_values(zeros, responses, scores > 0).any()
 
 
 def test_kl_has_its_price_at_trained_tokens_and_one_that_overflows_is_refused() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from fusionrl.config.config import FIELDS, GROUP_OF, GROUPS, Config, inner_type
+from fusionrl.config.config import FIELDS, GROUP_OF, GROUPS, Config
 from fusionrl.config.parser import CommandLineError, read_args
-from fusionrl.config.passed_flags import PLAN_FLAGS
 from fusionrl.config.reference import render_template
 from fusionrl.observe.run_dir import RunDir
 from tests.config.flag_values import values_of
@@ -207,12 +206,6 @@ def test_a_file_that_is_not_there(files: Files) -> None:
     assert "only one file is read" in read_args(["--config", path, "--config", path])[1][0]
 
 
-def test_no_section_hides_a_flag() -> None:
-    for name in {*GROUPS, "passthrough", "config"} & set(FIELDS):
-        assert inner_type(FIELDS[name]) is not dict
-    assert not {flag[2:].replace("-", "_") for flag in PLAN_FLAGS} & set(FIELDS)
-
-
 def test_the_template_loads_as_it_is(files: Files) -> None:
     text = render_template()
     assert files.read(text).given() == []
@@ -264,12 +257,6 @@ def test_another_preset_over_a_former_run(files: Files) -> None:
     assert config.passthrough.transformer == {"attention_dropout": 0.5, "apply_rope_fusion": False}
 
 
-def test_a_switch_that_a_preset_had_on(files: Files) -> None:
-    config, path = former(files, "--algorithm", "grpo", "--no-use-kl-loss")
-    again, _ = read_args(["--config", str(path)])
-    assert again == config and again.given() == config.given()
-
-
 def test_the_file_of_a_resume_does_not_resume(files: Files) -> None:
     """With it and --run-dir B, a run in B would go on under other flags: a folder with a run needs --resume."""
     _, path = former(files, "--resume", "--dry-run", "--run-dir", str(files.folder / "run"))
@@ -314,14 +301,6 @@ def test_a_flag_on_the_command_line_gives_the_hidden_password(files: Files) -> N
     assert config.reward.rm_url == address and config.passthrough.custom == {"judge": address}
     assert config.passthrough.sglang == {"file_storage_path": address, "encoder_urls": [address]}
     assert config.passthrough.router == {"redis_url": address}
-
-
-def test_own_values_in_a_file_hide_no_flag(files: Files) -> None:
-    text = '{"passthrough": {"custom": {\n"lr": 5,\n"a b": 1,\n"mine": 2}}}'
-    config, errors = read_args(["--config", str(files.write(text, "json"))])
-    places = ("run.json:2: passthrough.custom.lr:", "run.json:3: passthrough.custom.a b:")
-    assert all(place in error for error, place in zip(errors, places, strict=True)) and "--lr" in errors[0]
-    assert config.passthrough.custom == {"mine": 2} and config.to_args().lr == 1e-6
 
 
 def test_mistakes_in_a_former_runs_file(files: Files) -> None:

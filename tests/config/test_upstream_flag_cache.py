@@ -4,8 +4,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -75,20 +73,6 @@ def test_a_file_is_written_once_and_read_by_its_owner_alone(tmp_path: Path, monk
     assert len(list((tmp_path / "fusionrl").iterdir())) == 2
 
 
-@NEEDS_SGLANG
-def test_a_command_line_with_sglang_s_flags_imports_nothing_of_it() -> None:
-    code = (
-        "import sys\n"
-        "from fusionrl.config.parser import read_args\n"
-        "config, errors = read_args(['--sglang-max-running-requests', '7'])\n"
-        "assert config.passthrough.sglang == {'max_running_requests': 7}, errors\n"
-        "print('torch' in sys.modules)\n"
-    )
-    upstream_flags.sglang_parser()  # now the file is there
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def test_an_option_that_the_file_lacks_is_the_package_s_to_refuse() -> None:
     """The package may have gained it since, in a file that the key does not know."""
     kept = KeptParser(json.loads(json.dumps(describe(_parser()))), _newer)
@@ -102,16 +86,6 @@ def _newer() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int)
     parser.add_argument("--new-switch", action="store_true")
     return parser
-
-
-@NEEDS_SGLANG
-def test_the_key_knows_the_files_that_declare_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Path] = []
-    monkeypatch.setattr(upstream_flags, "kept_parser", lambda name, version, sources, real: found.extend(sources))
-    upstream_flags.sglang_parser.__wrapped__()
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None and spec.origin is not None
-    assert set((Path(spec.origin).parent / "srt" / "arg_groups").rglob("*.py")) <= set(found)
 
 
 def test_without_a_file_the_package_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +103,3 @@ def test_without_a_file_the_package_is_imported(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib.metadata, "version", fail)
     monkeypatch.setattr(upstream_flags, "_import_sglang_parser", _parser)
     assert "--number" in upstream_flags.sglang_parser.__wrapped__()._option_string_actions
-
-
-@pytest.mark.parametrize("text", ["{", "{}", '[{"names": ["--number"]}]', '[[["--number"], {"no": 1}]]'])
-def test_a_file_of_another_form_is_written_anew(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept_parser("package", "1.0", [], _parser)
-    (file,) = (tmp_path / "fusionrl").iterdir()
-    file.write_text(text)
-    assert not isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
-    assert isinstance(kept_parser("package", "1.0", [], _parser), KeptParser)
-    assert list((tmp_path / "fusionrl").iterdir()) == [file]

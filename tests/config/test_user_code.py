@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fusionrl
-from fusionrl.config.hooks import HookError, awaited_hook, call_hook, user_code
+from fusionrl.config.hooks import HookError, awaited_hook, user_code
 from fusionrl.data.sample import Sample
 
 HOOKS = """
@@ -127,16 +127,3 @@ def is_left_alone():
 names: dict[str, Any] = {"user_code": user_code}
 exec(compile(INSIDE, f"{FRAMEWORK}/train.py", "exec"), names)  # as if it stood in that file
 is_left_alone = names["is_left_alone"]
-
-
-def test_the_frames_of_an_installed_package_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook named by its module may be installed beside libraries."""
-    folder = tmp_path / "site-packages"
-    for name in ("mine_a", "mine_b"):
-        (folder / name).mkdir(parents=True)
-    (folder / "mine_a" / "__init__.py").write_text("from mine_b import fail\ndef rm(args, sample):\n    fail()\n")
-    (folder / "mine_b" / "__init__.py").write_text("def fail():\n    raise KeyError('x')\n")
-    monkeypatch.syspath_prepend(str(folder))
-    with pytest.raises(HookError) as caught:
-        call_hook("custom_rm_path", "mine_a.rm", None, Sample())
-    assert "in rm" in str(caught.value) and "in fail" not in str(caught.value)

@@ -1,7 +1,6 @@
 """Who trains what: bounds that must hold on any input, and figures against brute force."""
 
 import itertools
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -60,25 +59,6 @@ def test_no_bin_is_over_the_cap(seed, cap):
     assert len(more) == len(bins) + 3
     costs = np.array([COST(tokens[members]).sum() for members in more])
     assert costs.max() <= 1.1 * max(costs.mean(), COST(tokens).max())
-
-
-@pytest.mark.parametrize(("needed", "room", "in_a_bin"), [(4106, 16384, 3), (501, 1000, 1), (7, 100, 14)])
-def test_thousands_of_equal_samples_are_planned_at_once(needed, room, in_a_bin):
-    """No room of a bin is a multiple of the samples': counting up from what all take together would be minutes."""
-    needs = np.full((4096, 1), needed)
-    start = time.process_time()
-    bins = pack(needs, COST(needs[:, 0]), (room,))
-    assert time.process_time() - start < 5
-    assert bins is not None and flat(bins) == list(range(4096))
-    assert (len(bins), max(map(len, bins))) == (-(-4096 // in_a_bin), in_a_bin)
-
-
-def test_too_few_bins_hold_nothing():
-    tokens = np.array([5, 5, 5])
-    assert pack(tokens[:, None], COST(tokens), (9,), 2) is None
-    assert len(pack(tokens[:, None], COST(tokens), (9,))) == 3
-    assert pack(tokens[:, None], COST(tokens), (15,)) == [[0, 1, 2]]
-    assert pack_ranks([[], []], np.zeros((0, 1), int), np.zeros(0), (10,)) == [[[]], [[]]], "nothing to train"
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from fusionrl.base.wording import SHOWN, dividing, divisors
 from fusionrl.config.config import Config
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout, model_errors, stage_layers
@@ -113,16 +112,6 @@ MODEL |= {"num_attention_heads": 24, "num_key_value_heads": 12, "vocab_size": 10
 MODEL |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("tensor", "expert", "pipeline"))
 SIZES += ("rollout_num_gpus_per_engine", "global_batch_size", "num_steps_per_rollout")
-
-
-def test_divisors() -> None:
-    for count in (*range(1, 61), 97, 1936):
-        assert divisors(count) == [size for size in range(1, count + 1) if count % size == 0]
-    assert dividing(12, 5) == "sizes that divide 12: 1, 2, 3, 4, 6 and 12"
-    assert dividing(7, 2, at_least=2) == "sizes that divide 7: 7"
-    assert dividing(8, 3, at_least=3, at_most=3) == "sizes that divide 8: none"
-    shown = [int(size) for size in re.findall(r"\d+", dividing(5040, 64).partition(": ")[2])]
-    assert len(shown) == SHOWN and all(5040 % size == 0 for size in shown) and min(shown) > 40
 
 
 @pytest.mark.parametrize(

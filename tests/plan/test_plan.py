@@ -208,20 +208,6 @@ def test_a_process_reward_model_s_trainers() -> None:
     assert error.startswith("prm (--prm-num-gpus, --prm-…-parallel-size): ")
 
 
-@pytest.mark.parametrize(
-    ("values", "roles"),
-    [
-        ({"mode": "eval"}, ["reward-model"]),
-        ({"mode": "reject-sampling"}, ["reward-model"]),
-        ({"debug_rollout_only": True, "use_opd": True}, ["reward-model", "teacher"]),
-        ({"debug_train_only": True, "use_opd": True}, []),
-        ({"mode": "sft"}, []),
-    ],
-)
-def test_modes_that_have_them(values: dict[str, Any], roles: list[str]) -> None:
-    assert list(scorers(plan(**SCORERS | {"use_opd": False} | values))) == roles
-
-
 def test_engines_that_evaluate_alone_come_last() -> None:
     values = {"eval_num_gpus": 2, "rm_model": "RM", "actor_num_gpus_per_node": 2, "pipeline": "async"}
     made = plan(**values)
@@ -329,11 +315,6 @@ def test_devices_that_contradict_the_groups_are_refused() -> None:
         plan(engine_group=["a:num_gpus=4,per_engine=2"], rollout_num_gpus=6)
     with pytest.raises(ValueError, match="--eval-num-gpus 1: --engine-group a has 2 devices"):
         plan(engine_group=["a:num_gpus=2,role=eval"], eval_num_gpus=1)
-
-
-def test_an_engine_larger_than_a_node_takes_whole_ones() -> None:
-    with pytest.raises(ValueError, match="--rollout-num-gpus-per-engine 3: an engine over several nodes takes whole"):
-        plan("cuda", num_gpus_per_node=2, rollout_num_gpus=3, rollout_num_gpus_per_engine=3)
 
 
 def test_engines_leave_devices_idle_before_they_span_nodes() -> None:

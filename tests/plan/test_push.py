@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -49,20 +48,6 @@ def test_buckets(sizes: list[tuple[int, torch.dtype]], max_bytes: int) -> None:
     for left, right in itertools.pairwise(made):
         size = sum(tensor.nbytes for _, tensor in left)
         assert size + right[0][1].nbytes > max_bytes or size % right[0][1].element_size()
-
-
-def test_one_bucket_of_tensors_is_alive_at_a_time() -> None:
-    """The next tensor is gathered only when the bucket before has been handed over."""
-    gathered: list[int] = []
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for i in range(6):
-            gathered.append(i)
-            yield str(i), torch.zeros(10)
-
-    made = buckets(tensors(), max_bytes=80)
-    next(made)
-    assert gathered == [0, 1, 2]
 
 
 @pytest.mark.parametrize("limit", [1, 15, 50, 200])
@@ -224,16 +209,6 @@ def test_no_rank_waits_for_ever_and_none_holds_more_than_planned(case: Case, is_
     bound = max(case.max_bytes, largest)
     count = push.BUFFERS + 1 + (2 if case.quantization else 0)
     assert all(plan.peak_bytes(rank) <= count * bound for rank in range(case.layout.world_size))
-
-
-def test_the_work_is_spread_over_stages_and_expert_ranks() -> None:
-    plan = Case(SHAPES["qwen3_moe"], TrainerLayout(8, tp=2, pp=2, ep=2), 3_000).plan()
-    assert plan.sources == (0, 1, 4, 5), "experts of the second part are on the ranks beside"
-    experts = [b for b in plan.buckets if any(t.expert is not None for t in b.tensors)]
-    assert {b.members for b in experts} == {(0,), (1,), (4,), (5,)}
-    # At any time all are at work: among neighbours in the order every source comes soon.
-    for i in range(0, len(plan.buckets) - 9, 3):
-        assert {b.source for b in plan.buckets[i : i + 10]} == {0, 1, 4, 5}
 
 
 def test_an_engine_that_divides_its_experts_keeps_its_own() -> None:

@@ -23,7 +23,6 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.engine import engine_memory, prefill_chunk, seeing_fraction, static_fraction
 from fusionrl.plan.plan import plan_errors
 from fusionrl.plan.trained_parts import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
-from fusionrl.plan.trainers import auxiliary_config
 from tests.tiny_vision import config_of, raw_config
 
 SEES = {"multimodal_keys": {"image": "images"}}
@@ -127,18 +126,6 @@ def test_stages_that_train_nothing_of_a_kind() -> None:
     (error,) = errors(2, dense, passed, only_train_params_name_list=["merger"])
     assert "stage 1 (no layers) trains no parameters outside" in error
     assert errors(1, mixed, freeze_params_name_list=["experts"]) == []
-
-
-def test_a_critic_trains_all_of_its_own() -> None:
-    config = Config.from_flat({"freeze_vision": True, "freeze_params_name_list": ["merger"]})
-    own = auxiliary_config(config, "critic").train
-    assert not own.freeze_vision and not own.freeze_params_name_list
-
-
-def test_all_flags_are_named_by_which_nothing_is_left_to_train() -> None:
-    only = [r"visual\.merger"]
-    (error,) = errors_of(shape_of("qwen3_vl"), TrainerLayout(1), freeze_vision=True, only_train_params_name_list=only)
-    assert error == "--only-train-params-name-list and --freeze-vision: no parameter is left to train"
 
 
 def test_cost_of_an_image() -> None:
@@ -246,23 +233,6 @@ def part(text: str, bar: str, name: str) -> float:
     """GiB of a part of a bar."""
     found = re.search(rf"{bar}: .*?\b{name} ([\d.]+)", text)
     return float(found[1]) if found is not None else 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "tower", "nodes", "tp", "pp"),
-    [
-        ("qwen2.5-vl-7b", "676.55 M", 1, 2, 1),
-        ("qwen2.5-vl-32b", "688.84 M", 4, 8, 1),
-        ("qwen2.5-vl-72b", "704.57 M", 8, 8, 4),
-    ],
-)
-def test_published_models_fit_where_others_train_them(
-    name: str, tower: str, nodes: int, tp: int, pp: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On 8, 32 and 64 GPUs of 80 GB, as in NVIDIA's guide for verl."""
-    sizes = ("--tensor-model-parallel-size", f"{tp}", "--pipeline-model-parallel-size", f"{pp}")
-    text = planned(name, nodes, capsys, *IMAGES, *sizes, "--rollout-num-gpus-per-engine", f"{max(tp // 2, 1)}")
-    assert f"vision     tower of {tower} parameters" in text and "verdict    fits: " in text
 
 
 def test_memory_of_a_tower(capsys: pytest.CaptureFixture[str]) -> None:
