@@ -56,7 +56,6 @@ SIGNATURES: dict[str, str] = {
     "data_source_path": "class DataSource(args)",
 }
 
-
 # Functions that may be called as miles calls them: with one `input`, and a class is made an object first.
 _MAY_TAKE_INPUT = frozenset({"rollout_function_path", "eval_function_path", "custom_generate_function_path"})
 # Functions whose result fusionrl awaits: it must be awaitable, or may be. Results of other hooks are not awaited.
@@ -185,9 +184,12 @@ def register_hooks(args: Mapping[str, object]) -> None:
 
 def check_hook(field: str, path: str) -> str | None:
     """Return the error of the hook `path` of the flag of `field`, or None if it loads and takes its call."""
-    flag = flag_of(field)
-    readable = SIGNATURES[field]
-    num_positional, keywords = _expected_call(readable)
+    flag, readable = flag_of(field), SIGNATURES[field]
+    (call,) = ast.parse(f"def f({readable.partition('(')[2]}: ...").body
+    assert isinstance(call, ast.FunctionDef)
+    names = [argument.arg for argument in call.args.args]
+    num_positional = len(names) - len(call.args.defaults)
+    keywords = names[num_positional:] + [argument.arg for argument in call.args.kwonlyargs]
     try:
         function = load_function(path)
     except ValueError as error:
@@ -205,15 +207,6 @@ def check_hook(field: str, path: str) -> str | None:
         return None
     problem = _foreign_problem(field, signature) or _async_problem(field, function)
     return None if problem is None else f"{flag} {path}: {problem}; expected {readable}"
-
-
-def _expected_call(readable: str) -> tuple[int, list[str]]:
-    """Return (number of positional arguments, names of keyword arguments) of a call in SIGNATURES."""
-    (function,) = ast.parse(f"def f({readable.partition('(')[2]}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    names = [argument.arg for argument in function.args.args]
-    num_positional = len(names) - len(function.args.defaults)
-    return num_positional, names[num_positional:] + [argument.arg for argument in function.args.kwonlyargs]
 
 
 def takes_input(field: str, function: Callable[..., Any]) -> bool:

@@ -98,7 +98,8 @@ class user_code:
                 samples = blamed_samples(error, self.path) or samples_in(self.arguments)
                 at = f" at sample {samples[0].index}" if len(samples) == 1 else ""
                 message = f"{self.where}: {type(error).__name__}: {error}{at}"
-                raise HookError(with_frames(message, frames), samples, _is_own_fault(error)) from error
+                text = "\n".join(filter(None, [message, frames]))
+                raise HookError(text, samples, _is_own_fault(error)) from error
 
 
 def _is_own_fault(error: BaseException) -> bool:
@@ -107,11 +108,6 @@ def _is_own_fault(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(_is_own_fault(member) for member in error.exceptions)
     return isinstance(error, _OWN_FAULTS)
-
-
-def with_frames(message: str, frames: str) -> str:
-    """A message, and below it the lines of `user_frames` if there are some."""
-    return f"{message}\n{frames}" if frames else message
 
 
 def user_frames(error: BaseException, path: str | None = None) -> str:
@@ -182,8 +178,8 @@ def _keep_users_frames(summary: traceback.TracebackException, home: str | None) 
 
 
 def _has_frames(summary: traceback.TracebackException) -> bool:
-    linked = [summary.__cause__, summary.__context__, *(getattr(summary, "exceptions", None) or ())]
-    return bool(summary.stack) or any(_has_frames(link) for link in linked if link is not None)
+    linked = filter(None, [summary.__cause__, summary.__context__, *(getattr(summary, "exceptions", None) or ())])
+    return bool(summary.stack) or any(map(_has_frames, linked))
 
 
 def _is_users(file: str, home: str | None) -> bool:

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, SupportsFloat, TypeGuard
 
 from fusionrl.config.hooks import register_hooks
-from fusionrl.config.user_code import HookError, with_frames
+from fusionrl.config.user_code import HookError
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.data.sample_images import keep_images
 from fusionrl.observe.spans import part
@@ -207,7 +207,7 @@ async def _score(
     except RewardRaised as error:
         blamed = [samples[position] for position in error.positions] or list(samples)
         error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full
-        text = with_frames(f"{name}: {error} at sample {blamed[0].index}", error.frames)
+        text = "\n".join(filter(None, [f"{name}: {error} at sample {blamed[0].index}", error.frames]))
         return _failed(settings, text, str(error), blamed, error)
 
 
