@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,71 +32,46 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self._plans, self._planned = {}, forward_batch
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward_decode(self, *args: object, **kwargs: object) -> Tensor:
         """q [requests, heads * size] of the newest tokens → the same shape, with the values' size."""
-        if not self._is_ours(layer, forward_batch):
-            assert sinks is None, "no model has sinks in such layers"
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self._forward(super().forward_decode, *args, **kwargs)  # type: ignore[arg-type]
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward_extend(self, *args: object, **kwargs: object) -> Tensor:
         """q [tokens, heads * size] of several new tokens a request → the same shape, with the values' size."""
-        if forward_batch.forward_mode.is_target_verify():
-            return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-        if not self._is_ours(layer, forward_batch) or layer.attn_type is AttentionType.ENCODER_ONLY:
-            assert sinks is None, "no model has sinks in such layers"
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
-    @staticmethod
-    def _is_ours(layer: RadixAttention, batch: ForwardBatch) -> bool:
-        return not layer.is_cross_attention and batch.encoder_lens is None and batch.spec_info is None
+        return self._forward(super().forward_extend, *args, **kwargs)  # type: ignore[arg-type]
 
     def _forward(
         self,
+        usual: Callable[..., Tensor],
         q: Tensor,
         k: Tensor,
         v: Tensor,
         layer: RadixAttention,
-        batch: ForwardBatch,
-        save_kv_cache: bool,
-        sinks: Tensor | None,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        pool = self.token_to_kv_pool
+        batch, mode, pool = forward_batch, forward_batch.forward_mode, self.token_to_kv_pool
+        is_other = layer.is_cross_attention or batch.encoder_lens is not None or batch.spec_info is not None
+        is_encoder = not mode.is_decode() and layer.attn_type is AttentionType.ENCODER_ONLY
+        if (is_other or is_encoder) and not mode.is_target_verify():
+            assert sinks is None, "no model has sinks in such layers"
+            return usual(q, k, v, layer, batch, save_kv_cache)
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        if batch.forward_mode.is_decode() and self._is_for_kernel(query, keys, values, batch):
-            window = layer.sliding_window_size
+        if mode.is_decode() and self._is_for_kernel(query, keys, values, batch):
             out = kernels.attend_decode(
                 *(query, keys, values, self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens),
                 scale=layer.scaling,
-                window=window if window is not None and window > -1 else None,
+                window=_window(layer),
                 sinks=None if sinks is None else sinks.float().contiguous(),
             )
-            return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
-        row_bytes = max(keys[0].numel(), values[0].numel()) * query.element_size()
-        plan = self._plan(layer, batch, query.dtype, row_bytes)
-        out = attend(plan, query, keys, values, scale=layer.scaling, sinks=sinks)
+        else:
+            row_bytes = max(keys[0].numel(), values[0].numel()) * query.element_size()
+            plan = self._plan(_window(layer), batch, query.dtype, row_bytes)
+            out = attend(plan, query, keys, values, scale=layer.scaling, sinks=sinks)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _is_for_kernel(self, query: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch) -> bool:
@@ -106,32 +82,25 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         is_typed = types == (torch.int32, torch.int64, torch.int64)
         return is_typed and is_dense and is_shared and kernels.fit(query, keys, values)
 
-    def _plan(self, layer: RadixAttention, batch: ForwardBatch, dtype: torch.dtype, row_bytes: int) -> AttentionPlan:
+    def _plan(self, window: int | None, batch: ForwardBatch, dtype: torch.dtype, row_bytes: int) -> AttentionPlan:
         """The calls of this forward pass, made for the first layer of each window."""
         if self._planned is not batch:  # a pass whose metadata were not made here
             self._plans, self._planned = {}, batch
-        window = layer.sliding_window_size
-        window = window if window is not None and window > -1 else None
+        table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices
         if window not in self._plans and batch.forward_mode.is_target_verify():
-            self._plans[window] = plan_trees(
-                self.req_to_token_pool.req_to_token,
-                batch.req_pool_indices,
-                batch.seq_lens,
-                batch.spec_info.custom_mask,
-                dtype=dtype,
-                window=window,
-            )
+            mask = batch.spec_info.custom_mask
+            self._plans[window] = plan_trees(table, rows, batch.seq_lens, mask, dtype=dtype, window=window)
         if window not in self._plans:
             totals = batch.seq_lens.tolist()
             news = [1] * len(totals) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()
             prefixes = [total - new for total, new in zip(totals, news, strict=True)]
             self._plans[window] = plan_attention(
-                self.req_to_token_pool.req_to_token,
-                batch.req_pool_indices,
-                prefixes,
-                news,
-                dtype=dtype,
-                row_bytes=row_bytes,
-                window=window,
+                table, rows, prefixes, news, dtype=dtype, row_bytes=row_bytes, window=window
             )
         return self._plans[window]
+
+
+def _window(layer: RadixAttention) -> int | None:
+    """Tokens that a query of the layer sees before its own; None: all of them."""
+    window = layer.sliding_window_size
+    return window if window is not None and window > -1 else None

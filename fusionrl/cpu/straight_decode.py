@@ -179,6 +179,8 @@ def _is_plain_pool(pool: Any) -> bool:
 
 
 def _layer_of(layer: Any, model: Any) -> _Layer:
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
     classes = tuple(map(_name_of, (layer, attention, mlp)))
@@ -189,7 +191,13 @@ def _layer_of(layer: Any, model: Any) -> _Layer:
     radix, rope, size = attention.attn, attention.rotary_emb, attention.head_dim
     if getattr(radix, "logit_cap", 0) or radix.qk_head_dim != radix.v_head_dim or radix.is_cross_attention:
         raise _NotPlain("the attention is of another kind")
-    _check_rope(rope, size)
+    kind = type(rope)
+    is_usual = isinstance(rope, RotaryEmbedding) and kind.forward_native is RotaryEmbedding.forward_native
+    is_usual = is_usual and kind.forward is RotaryEmbedding.forward and rope.is_neox_style
+    if not is_usual or hasattr(rope, "sin_cos_cache") or rope.head_size != size:
+        raise _NotPlain(f"rotary embeddings are by {_class_of(rope)}")
+    if not rope.cos_sin_cache.is_contiguous():
+        raise _NotPlain("the table of angles has gaps")
     head_norms, head_eps = None, 0.0
     if hasattr(attention, "q_norm"):
         (query_norm, head_eps), (key_norm, key_eps) = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
@@ -238,18 +246,6 @@ def _norm_of(module: Any) -> tuple[Parameters, float]:
     if getattr(module, "override_orig_dtype", None) not in (None, module.weight.dtype):
         raise _NotPlain("a norm gives another type")
     return module._parameters, module.variance_epsilon
-
-
-def _check_rope(rope: Any, size: int) -> None:
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
-    kind = type(rope)
-    is_usual = isinstance(rope, RotaryEmbedding) and kind.forward_native is RotaryEmbedding.forward_native
-    is_usual = is_usual and kind.forward is RotaryEmbedding.forward
-    if not is_usual or not rope.is_neox_style or hasattr(rope, "sin_cos_cache") or rope.head_size != size:
-        raise _NotPlain(f"rotary embeddings are by {_class_of(rope)}")
-    if not rope.cos_sin_cache.is_contiguous():
-        raise _NotPlain("the table of angles has gaps")
 
 
 def _class_of(value: object) -> str:

@@ -225,12 +225,12 @@ class ModelShape(BaseModel):
         return sum(rule.numel for rule in rules) - routed + round(routed * share)
 
 
-def shape_difference(path: str | Path, saved: Mapping[str, Any], shape: ModelShape) -> str | None:
+def shape_difference(path: str | Path, saved: Mapping[str, object], shape: ModelShape) -> str | None:
     """Return what differs first between `saved`, the shape in the checkpoint at `path`, and the model's; None: nothing.
 
     Raises KeyError, TypeError or ValueError where another version wrote `saved`.
     """
-    name, before, now = next(differences(ModelShape(**saved), shape), ("", None, None))
+    name, before, now = next(differences(ModelShape.model_validate(saved), shape), ("", None, None))
     if name == "mtp_layers":
         return (
             f"checkpoint {path}: it has {before} layers of multi-token prediction, this run {now}; give"

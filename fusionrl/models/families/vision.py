@@ -177,7 +177,7 @@ def _rope_type(rope: HfConfig) -> str:
     return name
 
 
-def _tower(raw: HfConfig, text: HfConfig, token: int, usual: Mapping[str, Any]) -> dict[str, Any]:
+def _tower(raw: HfConfig, text: HfConfig, token: int, usual: HfConfig) -> HfConfig:
     """Fields that Qwen's towers have, of config.json of the whole model and its `text` part.
 
     `token` is the placeholder's id if config.json does not say, `usual` what transformers takes for missing sizes.
