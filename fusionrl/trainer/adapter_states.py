@@ -8,7 +8,7 @@ back bit for bit. In checkpoints an adapter is its tensors as the rules describe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from fusionrl.models.hf_io import gather_params, local_adapters, split_group
 from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import AdapterSpec
-from fusionrl.trainer.host_memory import WeightSet
+from fusionrl.trainer.host_memory import WeightSet, optimizer_tensors
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.process_groups import rng_state, set_rng_state
 
@@ -79,10 +79,10 @@ class AdapterStates:
         gather_params(self._trained.chunks)
         before, state = self._states[self.current], self._states[name]
         before.weights.update()
-        before.optimizer.rebind(_optimizer_tensors(self._trained)).update()
+        before.optimizer.rebind(optimizer_tensors(self._trained)).update()
         before.steps, before.scheduled, before.rng = self._steps(), self._trained.scheduler.num_steps, rng_state()
         state.weights.put_back()
-        state.optimizer.rebind(_optimizer_tensors(self._trained)).put_back()
+        state.optimizer.rebind(optimizer_tensors(self._trained)).put_back()
         for group, step in zip(self._trained.optimizer.param_groups, state.steps, strict=True):
             group["step"] = step
         self._trained.scheduler.num_steps = state.scheduled
@@ -102,21 +102,12 @@ class AdapterStates:
     def _taken(self, progress: Progress) -> _State:
         parameters = [p for chunk in self._trained.chunks for p in chunk.parameters() if p.requires_grad]
         weights, optimizer = (
-            WeightSet((t, t) for t in tensors) for tensors in (parameters, _optimizer_tensors(self._trained))
+            WeightSet((t, t) for t in tensors) for tensors in (parameters, optimizer_tensors(self._trained))
         )
         return _State(progress, weights, optimizer, self._steps(), self._trained.scheduler.num_steps, rng_state())
 
     def _steps(self) -> list[object]:
         return [group.get("step", 0) for group in self._trained.optimizer.param_groups]
-
-
-def _optimizer_tensors(trained: Trained) -> Iterator[Tensor]:
-    """Yield the fp32 master weights and what the optimizer keeps of each; views of fp32 parameters come again."""
-    for inner in trained.optimizer.chained_optimizers:
-        for group in [] if getattr(inner, "is_stub_optimizer", False) else inner.optimizer.param_groups:
-            for param in group["params"]:
-                yield param.detach()
-                yield from (value for value in inner.optimizer.state[param].values() if isinstance(value, Tensor))
 
 
 def sharded_adapters(

@@ -102,7 +102,9 @@ def _weights_state(modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 def _load(folder: str, state: dict[str, Any], modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Read what `state` describes, without running code that the files contain, and put the weights in place."""
-    _check_backend(folder)
+    config = maybe_load_config(folder)  # None: Megatron says so itself
+    if config is not None and config.sharded_backend != _BACKEND:  # Megatron-core 0.19 reads it as its own
+        raise ValueError(f"metadata.json names the backend {config.sharded_backend!r:.40}, not {_BACKEND}")
     with only_data():
         loaded = dist_checkpointing.load(state, folder, get_default_load_sharded_strategy(folder))
     for name, module in zip((name for name in state if name.startswith("model")), modules, strict=True):
@@ -164,11 +166,11 @@ class Saving:
             self._files.finish()
             with failing_together():
                 if self._rank == 0:
-                    self._complete()
+                    self._publish()
         except OSError as error:
             raise OSError(f"checkpoint {self._final}: {error}; nothing was published") from error
 
-    def _complete(self) -> None:
+    def _publish(self) -> None:
         small = [path.name for path in self._partial.iterdir() if path.name not in self._files.files]
         self._description["files"] = self._files.files | facts_of(self._partial, small)
         with open(self._partial / DESCRIPTION, "w", encoding="utf-8") as file:
@@ -195,7 +197,6 @@ def begin_save(
     """
     partial = Path(path + ".partial")
     gather_params(trained.chunks)
-    _make_anew(partial, partial, rank)
     weights = _trained_state(trained, shape, adapted)
     state = _sharded_state(trained, weights, layout, rank, loading=False, with_rng=True)
     description = {
@@ -206,18 +207,17 @@ def begin_save(
     }
     if adapted is not None:
         description["adapted"] = adapted.model_dump(mode="json")
-    return Saving(path, rank, _write_files(state, partial, writer), description)
+    return Saving(path, rank, _write_files(state, partial, partial, rank, writer), description)
 
 
-def _make_anew(partial: Path, folder: Path, rank: int) -> None:
-    """Remove what an earlier save left at `partial`, and make `folder` in it; collective."""
+def _write_files(
+    state: dict[str, Any], partial: Path, folder: Path, rank: int, writer: WriterProcess | None
+) -> PendingFiles:
+    """Remove what an earlier save left at `partial`, and write the files of `state` in `folder` in it; collective."""
     with failing_together():
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             folder.mkdir(parents=True)
-
-
-def _write_files(state: dict[str, Any], folder: Path, writer: WriterProcess | None) -> PendingFiles:
     with result_queue() as results:
         request = megatron_core.save_request(state, str(folder), _METADATA)
     return PendingFiles(request, results, writer)
@@ -279,16 +279,6 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
             names = sorted(facts)
             facts = {name: facts[name] for name in names[rank % len(names) :: dist.get_world_size()]}
         check_facts(Path(path), facts, where)
-
-
-def _check_backend(folder: str) -> None:
-    """Refuse what another backend wrote; Megatron-core 0.19 reads it as its own.
-
-    Raises ValueError if metadata.json names another one.
-    """
-    config = maybe_load_config(folder)  # None: Megatron says so itself
-    if config is not None and config.sharded_backend != _BACKEND:
-        raise ValueError(f"metadata.json names the backend {config.sharded_backend!r:.40}, not {_BACKEND}")
 
 
 def load(
@@ -370,9 +360,8 @@ def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
     if folder.exists():
         raise ValueError(f"{path}: it exists already; give another folder")
     dist.barrier()
-    _make_anew(partial, partial / "release", rank)
     state = _weights_state(modules) | {"checkpoint_version": 3.0, "iteration": 0}
-    _write_files(state, partial / "release", None).finish()
+    _write_files(state, partial, partial / "release", rank, None).finish()
     with failing_together():
         if rank == 0:
             (partial / TRACKER).write_text("release", encoding="utf-8")

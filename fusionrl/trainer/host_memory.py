@@ -239,7 +239,7 @@ class Offload:
         trained = (buffer.param_data for buffer in buffers if buffer.param_data is not None)
         weights = self._storages(itertools.chain(trained, self._frozen()))
         gradients = self._storages((buffer.grad_data for buffer in buffers), excluded=weights)
-        rest = self._storages(self._optimizer_states(), excluded=weights | gradients)
+        rest = self._storages(optimizer_tensors(self._trained), excluded=weights | gradients)
         num_bytes = 0 if self._rest else self._copy_out(rest.values(), gradients.values(), self._rest)
         if not keep_weights and not self._weights:
             num_bytes += self._copy_out(weights.values(), (), self._weights)
@@ -304,14 +304,14 @@ class Offload:
         parameters = (param for chunk in self._trained.chunks for param in chunk.parameters())
         return (param.data for param in parameters if not param.requires_grad)
 
-    def _optimizer_states(self) -> Iterator[torch.Tensor]:
-        for inner in self._trained.optimizer.chained_optimizers:
-            if getattr(inner, "is_stub_optimizer", False):
-                continue
-            for group in inner.optimizer.param_groups:
-                for param in group["params"]:
-                    yield param.data
-                    yield from (x for x in inner.optimizer.state[param].values() if isinstance(x, torch.Tensor))
+
+def optimizer_tensors(trained: Trained) -> Iterator[torch.Tensor]:
+    """Yield the fp32 master weights and what the optimizer keeps of each; views of fp32 parameters come again."""
+    for inner in trained.optimizer.chained_optimizers:
+        for group in [] if getattr(inner, "is_stub_optimizer", False) else inner.optimizer.param_groups:
+            for param in group["params"]:
+                yield param.detach()
+                yield from (x for x in inner.optimizer.state[param].values() if isinstance(x, torch.Tensor))
 
 
 def _drop_pages(storage: torch.UntypedStorage) -> None:

@@ -97,14 +97,16 @@ class PushSource(TrainerBase):
         return send_files(adapters, targets, version, timeout_s)
 
     @phase("write weights")
-    def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
-        """As `DiskWriter.write`; then call the user's function, for which `engines` are."""
-        return self._after_write(self._disk_writer().write(version), engines)
+    def write_weights(self, version: int, engines: Sequence[ActorHandle], is_full: bool = False) -> WriteReport:
+        """As `DiskWriter.write`, or `write_full`; then call the user's function, for which `engines` are."""
+        disk, path = self._disk_writer(), self.config.weights.custom_update_weight_post_write_path
+        written = disk.write_full(version) if is_full else disk.write(version)
+        if path is not None:
+            from fusionrl.config.hooks import call_hook
 
-    @phase("write weights")
-    def write_full_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
-        """The same of a full version in place of a delta."""
-        return self._after_write(self._disk_writer().write_full(version), engines)
+            field = "custom_update_weight_post_write_path"
+            call_hook(field, path, self.hooks.args(), written["folder"], engines)
+        return written
 
     def drop_weights(self, keep: int | None) -> None:
         """Remove the files of versions other than `keep`; asked of rank 0 alone."""
@@ -186,11 +188,3 @@ class PushSource(TrainerBase):
         export = whole if reader is None else lambda: as_stored(whole(), reader)
         self._disk = DiskWriter(options, rank=self.rank, world_size=world_size, export=export, group=group)
         return self._disk
-
-    def _after_write(self, written: WriteReport, engines: Sequence[ActorHandle]) -> WriteReport:
-        if (path := self.config.weights.custom_update_weight_post_write_path) is not None:
-            from fusionrl.config.hooks import call_hook
-
-            field = "custom_update_weight_post_write_path"
-            call_hook(field, path, self.hooks.args(), written["folder"], engines)
-        return written

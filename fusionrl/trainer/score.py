@@ -189,7 +189,14 @@ def score_samples(
     routing, experts  see `Routing`; for "fixed", the experts that an earlier pass recorded
     """
     with span("log-probs", weights=weights or "own"):
-        groups = _micro_batches(shard, planned_only, scorer)
+        groups = [group for step in shard.steps for group in step.micro_batches if group]
+        if not planned_only:
+            planned = {i for group in groups for i in group}
+            groups += [[i] for i in range(shard.num_samples) if i not in planned]
+        # Experts are exchanged, so all ranks run as many micro-batches as the busiest.
+        most = torch.tensor(len(groups), device=scorer.options.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        groups += [[]] * (round_up(int(most), scorer.layout) - len(groups))
         # A pass with free routers needs neither experts nor whole sequences. One that replays what another recorded
         # needs the same packed tokens.
         replays = routing != "free" and scorer.trained.routing is not None
@@ -229,14 +236,3 @@ def _lent(scorer: Scorer, weights: str) -> Iterator[None]:
             yield
     finally:
         forget_images(scorer.trained)
-
-
-def _micro_batches(shard: TrainShard, planned_only: bool, scorer: Scorer) -> list[list[int]]:
-    """The shard's samples by micro-batch. Experts are exchanged, so all ranks run as many as the busiest."""
-    groups = [group for step in shard.steps for group in step.micro_batches if group]
-    planned = {i for group in groups for i in group}
-    if not planned_only:
-        groups += [[i] for i in range(shard.num_samples) if i not in planned]
-    most = torch.tensor(len(groups), device=scorer.options.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return groups + [[]] * (round_up(int(most), scorer.layout) - len(groups))

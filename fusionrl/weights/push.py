@@ -237,7 +237,7 @@ class _DiskPush(PushCalls):
         lacking = {node: target for node, target in hosts.items() if paths[node] is None}
         if lacking:
             logger.info("version %d goes in full to %d of %d hosts", self.version, len(lacking), len(hosts))
-            written += self.ask_trainers("write_full_weights", self.version, handles)[:1]
+            written += self.ask_trainers("write_weights", self.version, handles, True)[:1]
             paths |= self._pull(lacking, written[1]["folder"])
         return written, paths, len(lacking)
 

@@ -47,9 +47,6 @@ class Ranks:
         self.on_way(Path(written["folder"]))
         return written
 
-    def write_full_weights(self, version: int, engines: list[Any]) -> dict[str, Any]:
-        return self.write_weights(version, engines, is_full=True)
-
     def drop_weights(self, keep: int | None) -> None:
         self.workers.run(drop, keep)
 
