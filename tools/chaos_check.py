@@ -95,11 +95,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 def leftovers(run_dir: Path) -> list[str]:
     """Name half-written files that a finished run has left in its folder."""
-    paths = [
-        *run_dir.glob("checkpoints/.writing_*"),
-        *run_dir.glob("rollouts/**/.*.tmp"),
-        *run_dir.glob("weights/*"),
-    ]
+    paths = [*run_dir.glob("checkpoints/.writing_*"), *run_dir.glob("rollouts/**/.*.tmp"), *run_dir.glob("weights/*")]
     return [str(path.relative_to(run_dir)) for path in sorted(paths)]
 
 

@@ -239,10 +239,7 @@ MILES_CASES: Sequence[Case] = (
     ),
     Case(
         "retool",
-        (
-            "miles.rollout.generate_hub.multi_turn.generate",
-            *_of(_RETOOL, "tool_specs", "execute_tool", "reward_func"),
-        ),
+        ("miles.rollout.generate_hub.multi_turn.generate", *_of(_RETOOL, "tool_specs", "execute_tool", "reward_func")),
         (
             *("--custom-generate-function-path", "miles.rollout.generate_hub.multi_turn.generate"),
             *("--custom-rm-path", f"{_RETOOL}:reward_func", "--reward-key", "score", "--apply-chat-template"),

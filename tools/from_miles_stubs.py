@@ -7,8 +7,7 @@ STRANDS = {
     "strands/__init__.py": STRANDS_OF_SLIME["strands/__init__.py"]
     .replace("self.hooks[0].tool_iter_count += 1\n", "self.hooks[0].iteration_count += 1\n")
     .replace(
-        "self.hooks[0].tool_call_count += 1\n",
-        'self.messages.append({"role": "tool", "content": code.group(1)})\n',
+        "self.hooks[0].tool_call_count += 1\n", 'self.messages.append({"role": "tool", "content": code.group(1)})\n'
     )
     .replace("self.system_prompt = model,", "self.system_prompt, self.messages = model,")
     .replace("hooks, system_prompt\n", "hooks, system_prompt, []\n"),

@@ -42,13 +42,7 @@ def is_complete(out: Path) -> bool:
 def write_model(gguf: Path, out: Path) -> None:
     """Read `gguf`, write the Hugging Face folder `out`; an interrupted call leaves no half-written `out`."""
     import torch
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationConfig,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -68,9 +62,7 @@ def write_model(gguf: Path, out: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id
     )
 
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -288,11 +288,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "qwen3: attention with q/k norms, MLP": {"model_type": "qwen3"},
     "glm4: output norms": {"model_type": "glm4"},
     "qwen3_moe: mixture of experts": {"model_type": "qwen3_moe", "norm_topk_prob": True, **_EXPERTS},
-    "qwen2_moe: with a shared expert": {
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 208,
-        **_EXPERTS,
-    },
+    "qwen2_moe: with a shared expert": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 208, **_EXPERTS},
     "deepseek_v3: latent attention, MLP": {"model_type": "deepseek_v3", **_LATENT, "first_k_dense_replace": 99},
     "deepseek_v3: latent attention, mixture": {"model_type": "deepseek_v3", **_LATENT, "first_k_dense_replace": 0},
     "olmo2: q/k norms over all heads, output norms alone": {"model_type": "olmo2"},

@@ -121,10 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="folder for model, runs and weights; its rows are run anew",
+        "--out", type=Path, required=True, help="folder for model, runs and weights; its rows are run anew"
     )
     parser.add_argument("--pipelines", type=_choice(list(PIPELINES)), default=list(PIPELINES))
     parser.add_argument("--generation", type=_choice(list(GENERATION)), default=["default", "agent", "batch"])
@@ -306,10 +303,7 @@ def compare_pauses(options: argparse.Namespace) -> int:
                 + " ms"
             )
         ratio = statistics.median(ratios)
-        print(
-            f"{transport}: async-partial / on-policy {ratio:.2f} (at most {MOST_LONGER}), turns {ratios}",
-            flush=True,
-        )
+        print(f"{transport}: async-partial / on-policy {ratio:.2f} (at most {MOST_LONGER}), turns {ratios}", flush=True)
         code |= int(ratio > MOST_LONGER)
     return code
 

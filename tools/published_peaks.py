@@ -133,7 +133,5 @@ def with_fused_loss(memory: StageMemory, tokens: int, case: Case) -> StageMemory
     head = 4 * tokens * shape.vocab_size / layout.tp if is_last else 0.0
     layer = 6 * tokens * shape.ffn_hidden_size / layout.tp
     return replace(
-        memory,
-        activations=memory.activations - memory.head,
-        transient=max(head, layer) + memory.placeholders,
+        memory, activations=memory.activations - memory.head, transient=max(head, layer) + memory.placeholders
     )

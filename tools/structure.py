@@ -24,7 +24,7 @@ LIMITS = {
     "functions with Any in signature": 150,
 }
 EXCEPTIONS = {  # class → why it may be larger
-    "fusionrl/data/sample.py Sample": "all fields of slime's Sample, and what hooks may call on it",
+    "fusionrl/data/sample.py Sample": "all fields of slime's Sample, and what hooks may call on it"
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -74,21 +74,17 @@ class RolloutFacts:
 
 @dataclass(frozen=True)
 class AdviceSettings:
-    """The values of flags that a warning names.
-
-    compares_siblings  the estimator measures an answer against the others to its prompt
-    other_terms        flags whose loss terms train even where all advantages are 0
-    """
+    """The values of flags that a warning names."""
 
     run: str
     estimator: str = "grpo"
-    compares_siblings: bool = True
+    compares_siblings: bool = True  # it measures an answer against the others to its prompt
     label_key: str | None = None
     max_response_len: int | None = None
     max_context_len: int | None = None
     temperature: float = 1.0
     ignores_eos: bool = False
-    other_terms: tuple[str, ...] = ()
+    other_terms: tuple[str, ...] = ()  # flags whose loss terms train even where all advantages are 0
     reward_timeout_s: float = 60.0
     failure_value: float | None = None  # --reward-failure-value
     threshold: float | None = None  # --reject-sampling-threshold, in that mode
@@ -127,9 +123,7 @@ class Watches:
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Warnings about all that was measured in `step`."""
-        warnings: dict[str, str | None] = {
-            f"eval {name}": text for name, text in truncated_evaluations(metrics).items()
-        }
+        warnings = {f"eval {name}": text for name, text in truncated_evaluations(metrics).items()}
         warnings["eval lost"] = lost_in_evaluation(metrics)
         warnings["accepted"] = nothing_accepted(metrics, self.settings, step)
         # A user's own advantages or loss may make something of equal rewards; a gradient of exactly 0 says they do not.
@@ -141,11 +135,9 @@ class Watches:
     def _due(self, step: int, warnings: Mapping[str, str | None]) -> list[str]:
         texts = []
         for kind, text in warnings.items():
-            told_at = self._told_at.get(kind)
-            if text is None or (told_at is not None and step - told_at < self.QUIET_STEPS):
-                continue
-            self._told_at[kind] = step
-            texts.append(text)
+            if text is not None and step - self._told_at.get(kind, -self.QUIET_STEPS) >= self.QUIET_STEPS:
+                self._told_at[kind] = step
+                texts.append(text)
         return texts
 
 
@@ -205,7 +197,7 @@ def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
 
 
 def changed_distribution(facts: RolloutFacts) -> str | None:
-    """Return the text about samples that do not come from the policy's distribution; None for none."""
+    """Warn of samples that do not come from the policy's distribution; None for none."""
     if not facts.num_changed:
         return None
     return (
@@ -216,10 +208,9 @@ def changed_distribution(facts: RolloutFacts) -> str | None:
 
 
 def lost_rewards(facts: RolloutFacts, settings: AdviceSettings) -> str | None:
-    """Return the text about samples whose reward function hung, took its process down or raised; None for none."""
-    limit = f"--reward-timeout-s {settings.reward_timeout_s:g}"
+    """Warn of samples whose reward function hung, took its process down or raised; None for none."""
     counts = {
-        "got no reward within " + limit: facts.num_timeouts,
+        f"got no reward within --reward-timeout-s {settings.reward_timeout_s:g}": facts.num_timeouts,
         "ended the process of the reward function": facts.num_crashes,
         "made the reward function raise, or got no number": facts.num_errors,
     }
@@ -257,9 +248,8 @@ def no_second_turn(facts: RolloutFacts, settings: AdviceSettings, step: int) -> 
     share = facts.num_no_second_turn / max(facts.num_samples, 1)
     if share <= NO_ROOM_SHARE:
         return None
-    if settings.max_context_len is not None:
-        limit = f"--rollout-max-context-len {settings.max_context_len} bounds the prompt and all turns"
-    else:
+    limit = f"--rollout-max-context-len {settings.max_context_len} bounds the prompt and all turns"
+    if settings.max_context_len is None:
         limit = f"--rollout-max-response-len {settings.max_response_len} bounds all turns, with tools' tokens,"
         limit += " where --rollout-max-context-len is not given"
     return (
@@ -269,9 +259,9 @@ def no_second_turn(facts: RolloutFacts, settings: AdviceSettings, step: int) -> 
     )
 
 
-def truncated_evaluations(metrics: Mapping[str, float]) -> dict[str, str]:
+def truncated_evaluations(metrics: Mapping[str, float]) -> dict[str, str | None]:
     """Evaluation set → what to say where most of its answers were cut off."""
-    warnings = {}
+    warnings: dict[str, str | None] = {}
     for key, share in metrics.items():
         prefix, _, name = key.removesuffix("/truncated_ratio").partition("/")
         if prefix == "eval" and key.endswith("/truncated_ratio") and share > TRUNCATED_SHARE:

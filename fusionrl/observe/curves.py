@@ -19,32 +19,22 @@ Series = tuple[list[int], list[float]]
 
 REWARD, ACCURACY, LOSS = "rollout/raw_reward", "rollout/accuracy", "train/loss"
 MISMATCH, TOKENS = "train/logprob_diff_mean", "perf/tokens_per_s"
-TIMES = (("generate", "perf/time_generate_s"), ("train", "perf/time_train_s"), ("sync", "perf/time_sync_s"))
+TIMES = {  # (name, metric) → colour
+    ("generate", "perf/time_generate_s"): "#5B9BC8",
+    ("train", "perf/time_train_s"): "#E08A4A",
+    ("sync", "perf/time_sync_s"): "#8C8C8C",
+}
 
 # Okabe and Ito's colours (distinct for colour-blind readers too), the strongest first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 INK, MUTED, GRID = "#222222", "#6B6B6B", "#E6E6E6"
 
 _STYLE: Any = {
-    "font.size": 10.0,
-    "axes.edgecolor": "#B0B0B0",
-    "axes.linewidth": 0.8,
-    "axes.labelcolor": MUTED,
-    "axes.titlesize": 11.0,
-    "axes.titleweight": "bold",
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10.0,
-    "legend.frameon": False,
-    "legend.fontsize": 9.0,
-    "legend.labelcolor": MUTED,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "savefig.facecolor": "white",
+    **{"font.size": 10.0, "axes.edgecolor": "#B0B0B0", "axes.linewidth": 0.8, "axes.labelcolor": MUTED},
+    **{"axes.titlesize": 11.0, "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.titlelocation": "left"},
+    **{"axes.titlepad": 10.0, "legend.frameon": False, "legend.fontsize": 9.0, "legend.labelcolor": MUTED},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8},
+    **{"axes.spines.top": False, "axes.spines.right": False, "savefig.facecolor": "white"},
 }
 for _axis in ("xtick", "ytick"):
     _STYLE |= {f"{_axis}.color": MUTED, f"{_axis}.labelsize": 9.0, f"{_axis}.major.size": 0, f"{_axis}.minor.size": 0}
@@ -70,10 +60,9 @@ def series(metrics: Metrics, key: str) -> Series:
 
 
 def smooth(steps: Sequence[int], values: Sequence[float]) -> list[float]:
-    """A Gaussian average over steps of deviation 3 % of the range, at least 1 step.
+    """A centred Gaussian average over steps of deviation 3 % of the range, at least 1 step.
 
-    Centred, so it does not lag behind as an exponential average does; its weights are normalised at each
-    step, so neither gaps nor the ends bend it.
+    Its weights are normalised at each step, so neither gaps nor the ends bend it.
     """
     import numpy as np
 
@@ -81,9 +70,8 @@ def smooth(steps: Sequence[int], values: Sequence[float]) -> list[float]:
         return list(values)
     at, known = np.asarray(steps, float), np.asarray(values, float)
     width = max(0.03 * (at[-1] - at[0]), 1.0)
-    # Row by row: a run of 100,000 steps has no room for all the weights at once.
     smoothed = []
-    for step in at:
+    for step in at:  # a run of 100,000 steps has no room for all the weights at once
         near = slice(*np.searchsorted(at, (step - 4 * width, step + 4 * width)))
         weights = np.exp(-0.5 * ((at[near] - step) / width) ** 2)
         smoothed.append(float(weights @ known[near] / weights.sum()))
@@ -139,12 +127,10 @@ def _draw_accuracy(axis: Axes, metrics: Metrics) -> None:
     steps, values = series(metrics, ACCURACY)
     if steps:
         _line(axis, steps, values, MUTED, "training rollouts")
-    names = [key for key in _accuracy_keys(metrics) if key != ACCURACY]
-    for index, key in enumerate(names):
-        steps, values = series(metrics, key)
+    look: dict[str, Any] = {"linewidth": 1.8, "markersize": 5, "markeredgecolor": "white", "zorder": 3}
+    for index, key in enumerate((key for key in _accuracy_keys(metrics) if key != ACCURACY), start=1):
         label = f"eval: {key.removeprefix('eval/').removesuffix('/accuracy')}"
-        look: dict[str, Any] = {"linewidth": 1.8, "markersize": 5, "markeredgecolor": "white", "zorder": 3}
-        axis.plot(steps, values, "o-", color=COLORS[(index + 1) % len(COLORS)], label=label, **look)
+        axis.plot(*series(metrics, key), "o-", color=COLORS[index % len(COLORS)], label=label, **look)
     top = axis.get_ylim()[1]
     axis.set_ylim(0, min(1.05 * top, 1.02) if top > 0 else 1.0)
     axis.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
@@ -153,22 +139,22 @@ def _draw_accuracy(axis: Axes, metrics: Metrics) -> None:
 
 
 def _draw_times(axis: Axes, metrics: Metrics) -> None:
-    known = {name: dict(zip(*series(metrics, key), strict=True)) for name, key in TIMES}
-    known = {name: times for name, times in known.items() if times}
+    import numpy as np
+
+    known = [(name, color, dict(zip(*series(metrics, key), strict=True))) for (name, key), color in TIMES.items()]
+    known = [entry for entry in known if entry[2]]
     _label_axis(axis, "Time of a step", "seconds")
-    steps = sorted(set().union(*known.values()))
-    colors = dict(zip((name for name, _ in TIMES), ("#5B9BC8", "#E08A4A", "#8C8C8C"), strict=True))
-    heights = [[times.get(step, 0.0) for step in steps] for times in known.values()]
-    total = sum(map(sum, heights)) or 1.0
-    labels = [f"{name} ({100 * sum(row) / total:.0f}%)" for name, row in zip(known, heights, strict=True)]
+    steps = sorted(set().union(*(times for *_, times in known)))
+    heights = np.array([[times.get(step, 0.0) for step in steps] for *_, times in known])
+    total, colors = heights.sum() or 1.0, [color for _, color, _ in known]
+    labels = [f"{name} ({100 * row.sum() / total:.0f}%)" for (name, *_), row in zip(known, heights, strict=True)]
     if len(steps) <= 60:
-        base = [0.0] * len(steps)
-        for (name, row), label in zip(zip(known, heights, strict=True), labels, strict=True):
-            axis.bar(steps, row, bottom=base, width=0.85, color=colors[name], label=label, linewidth=0)
-            base = [under + height for under, height in zip(base, row, strict=True)]
+        bases = heights.cumsum(axis=0) - heights
+        for row, base, color, label in zip(heights, bases, colors, labels, strict=True):
+            axis.bar(steps, row, bottom=base, width=0.85, color=color, label=label, linewidth=0)
     else:
-        axis.stackplot(steps, heights, colors=[colors[name] for name in known], labels=labels, linewidth=0)
-    axis.set_ylim(0, 1.18 * max(map(sum, zip(*heights, strict=True))) or 1.0)
+        axis.stackplot(steps, heights, colors=colors, labels=labels, linewidth=0)
+    axis.set_ylim(0, 1.18 * heights.sum(axis=0).max() or 1.0)
     axis.legend(loc="upper left", ncols=len(known), handlelength=1.0, columnspacing=1.2)
 
 
@@ -197,8 +183,7 @@ def _logarithmic(axis: Axes, values: list[float]) -> None:
         axis.set_yscale("symlog", linthresh=low)
         axis.set_ylim(bottom=-0.1 * low)
         return
-    if high / low < 10:
-        # Less than a decade: widen it, so that noise does not look like a drift and there is a tick to read.
+    if high / low < 10:  # less than a decade: widened, so that noise does not look like a drift
         low, high = math.sqrt(low * high) / 10, math.sqrt(low * high) * 10
         axis.set_ylim(low, high)
     axis.set_yscale("log")
@@ -224,8 +209,7 @@ def _subtitle(metrics: Metrics) -> str:
     attempts = {line["attempt"] for line in metrics if "attempt" in line}
     if len(attempts) > 1:
         parts.append(f"{len(attempts)} attempts")
-    nonfinite = sum(1 for line in metrics if line.get("nonfinite"))
-    if nonfinite:
+    if nonfinite := sum(1 for line in metrics if line.get("nonfinite")):
         parts.append(f"{counted(nonfinite, 'step')} with NaN or infinite values")
     return "   ·   ".join(parts)
 
@@ -247,11 +231,9 @@ def _figure(count: int, title: str, subtitle: str) -> tuple[Figure, list[Axes]]:
     mosaic = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     axes = figure.subplot_mosaic(mosaic, gridspec_kw={"wspace": 0.08, "hspace": 0.1})
     left = 0.16 / figure.get_size_inches()[0]
-    for text, down, size, color in ((title, 0.16, 15, INK), (subtitle, 0.46, 10, MUTED)):
-        weight = "bold" if color == INK else "normal"
-        # A title is the user's text; a '$' in it starts no formula.
-        figure.text(left, 1 - down / height, text, fontsize=size, color=color, weight=weight, va="top",
-                    parse_math=False)  # fmt: skip
+    plain: Any = {"va": "top", "parse_math": False}  # a title is the user's text; a '$' in it starts no formula
+    figure.text(left, 1 - 0.16 / height, title, fontsize=15, color=INK, weight="bold", **plain)
+    figure.text(left, 1 - 0.46 / height, subtitle, fontsize=10, color=MUTED, **plain)
     return figure, [axes[chart] for chart in range(count)]
 
 

@@ -33,8 +33,7 @@ def to_scalar(key: str, value: object) -> Scalar:
 def to_jsonable(value: object) -> object:
     """`value` with arrays and tensors as nested lists, enums as their values, NaN and infinities as null.
 
-    An object of no known kind (a user may put anything into a sample's metadata) becomes its `repr`: a file
-    that can be written is worth more than a run that stops over a field nobody trains on.
+    An object of no known kind (a user may put anything into a sample's metadata) becomes its `repr`.
     """
     if type(value) in _PLAIN:  # most values
         return value
@@ -65,13 +64,8 @@ def json_line(row: Mapping[str, object]) -> bytes:
 
 
 def to_json(value: object) -> bytes:
-    """`value` as strict JSON in UTF-8; NaN and infinities are null.
-
-    Numbers of an array have as many digits as tell them from others of its type: those of a float32 array are read back
-    exactly where they are read as float32.
-    """
-    try:
-        # Arrays are written as they stand: as lists, a long sample's numbers take thirty times as long.
+    """`value` as strict JSON in UTF-8; NaN and infinities are null. An array's numbers are exact for its type."""
+    try:  # arrays as they stand: as lists, a long sample's numbers take thirty times as long
         return orjson.dumps(value, default=to_jsonable, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # a key that is not a string, an integer of more than 64 bits, half a surrogate pair
         text = json.dumps(to_jsonable(value), ensure_ascii=False, allow_nan=False)
@@ -99,8 +93,7 @@ def read_object(path: Path) -> dict[str, object] | None:
 
 
 def write_atomically(path: Path, content: str | Iterable[bytes]) -> None:
-    """Write a text, or parts of one, under a temporary name next to `path`, then rename: a reader never sees half a
-    file, and an error leaves none."""
+    """Write a file next to `path`, then rename it: a reader never sees half a file, and an error leaves none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # left by a killed process, or a link that another user made
     try:

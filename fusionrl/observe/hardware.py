@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -55,6 +56,7 @@ class Device:
 
     def __init__(self, nvml: Any, handle: Any, driver: str) -> None:
         self._nvml, self._handle, self._driver = nvml, handle, driver
+        self._ask: Callable[[Callable[[], Any]], Any] = partial(ask, nvml)
 
     def inventory(self) -> dict[str, object]:
         """Return what does not change in a run: name, memory, links that are up, CPUs of its NUMA node, …."""
@@ -96,9 +98,6 @@ class Device:
         words = self._ask(lambda: self._nvml.nvmlDeviceGetCpuAffinity(self._handle, num_words)) or ()
         return tuple(_BITS * i + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
 
-    def _ask(self, function: Callable[[], Any]) -> Any:
-        return ask(self._nvml, function)
-
 
 class Nvml:
     """The library, loaded. `open_nvml` makes it."""
@@ -108,10 +107,7 @@ class Nvml:
         self.driver: str = ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
 
     def devices(self, names: Sequence[str] | None = None) -> list[Device]:
-        """Return GPUs by names of CUDA_VISIBLE_DEVICES (numbers of the machine, UUIDs); None: all of the machine.
-
-        One that is not there is left out.
-        """
+        """Return GPUs by names of CUDA_VISIBLE_DEVICES that are there (numbers, UUIDs); None: all of the machine."""
         nvml = self._nvml
         if names is None:
             names = [str(index) for index in range(ask(nvml, nvml.nvmlDeviceGetCount) or 0)]
@@ -228,17 +224,15 @@ def summary(readings: Sequence[Reading]) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------ the host
-_KIB = 1024
-
-
 def resident_bytes(pid: int, *, with_children: bool = False) -> int:
     """Resident memory of a process, with that of its descendants; 0 of one that is gone."""
-    try:
+    total = 0
+    with suppress(psutil.Error):
         root = psutil.Process(pid)
-        processes = [root, *(root.children(recursive=True) if with_children else [])]
-    except psutil.Error:
-        return 0
-    return sum(map(_resident, processes))
+        for process in [root, *(root.children(recursive=True) if with_children else [])]:
+            with suppress(psutil.Error):  # it ended meanwhile
+                total += int(process.memory_info().rss)
+    return total
 
 
 def peak_bytes(pid: int) -> int:
@@ -247,14 +241,7 @@ def peak_bytes(pid: int) -> int:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * _KIB for line in status.splitlines() if line.startswith("VmHWM:")), 0)
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:  # it ended meanwhile
-        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
 
 _FEWEST_CPUS = 4
@@ -264,13 +251,11 @@ _MOST_NODES = 16  # NUMA nodes of a machine: a smaller share means CPUs that wer
 def bind_near(devices: Sequence[Device]) -> tuple[int, ...]:
     """Bind this process, and the children that it will have, to CPUs near any of these GPUs. Returns them.
 
-    It never gets a CPU that it did not have: a scheduler, a container or `taskset` may have given it some. Where none
-    of these is near, or so few that the process would be slower for it, or nobody knows which are, nothing changes, and
-    the result is empty.
+    It never gets a CPU that it did not have. Where too few of these are near, or nobody knows which are, nothing
+    changes, and the result is empty.
     """
-    near = {cpu for device in devices for cpu in device.cpus()}
     allowed = os.sched_getaffinity(0)
-    chosen = near & allowed
+    chosen = {cpu for device in devices for cpu in device.cpus()} & allowed
     is_few = len(chosen) < _FEWEST_CPUS or len(chosen) * _MOST_NODES < len(allowed)
     if is_few or chosen == allowed:
         return ()

@@ -22,10 +22,7 @@ _handlers: list[logging.Handler] = []  # those of the last `setup_logging`
 
 
 def setup_logging(
-    level: str,
-    file: Path | None,
-    role: str = "driver",
-    console: Callable[[str], None] | None = None,
+    level: str, file: Path | None, role: str = "driver", console: Callable[[str], None] | None = None
 ) -> None:
     """Set up the root logger of this process; calling it again replaces what it set up before.
 
@@ -47,10 +44,9 @@ def setup_logging(
     for handler in _handlers:
         handler.setFormatter(_TerminalFormatter(role))
     if file is not None:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         to_file = _LogFile(file, mode="a", encoding="utf-8", delay=True)
-        # A role is the user's text and may hold a '%'.
-        escaped_role = role.replace("%", "%%")
+        escaped_role = role.replace("%", "%%")  # a user's text
         to_file.setFormatter(logging.Formatter(f"%(asctime)s {escaped_role} %(levelname)s %(name)s: %(message)s"))
         _handlers.append(to_file)
     for handler in _handlers:
@@ -63,9 +59,8 @@ def setup_logging(
 def write_whole_lines() -> None:
     """Write what `print` is given line by line from now on, each line at once.
 
-    Into a file, Python would keep it back until there are some KiB, and lose it where the process is killed; or, with
-    PYTHONUNBUFFERED, write a text and its end of line one after the other, between which other processes write. In
-    Ray's processes Ray's own stream does the latter, so it is replaced.
+    Into a file, Python would keep some KiB back, and lose them where the process is killed. With PYTHONUNBUFFERED, or
+    by Ray's own stream, other processes could write between a text and its end of line.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -80,16 +75,13 @@ def write_whole_lines() -> None:
 def quiet_libraries() -> None:
     """Set the libraries to WARNING and let the root's handlers alone write their records.
 
-    Some (ray, transformers) attach handlers of their own when they are imported; call this again after such
-    imports.
+    Some (ray, transformers) attach handlers of their own when they are imported; call this again after such imports.
     """
     for name in LIBRARIES:
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
         logger.propagate = True
-        for handler in list(logger.handlers):
-            if not isinstance(handler, logging.NullHandler):
-                logger.removeHandler(handler)
+        logger.handlers[:] = [handler for handler in logger.handlers if isinstance(handler, logging.NullHandler)]
 
 
 def _worth_the_terminal(record: logging.LogRecord) -> bool:

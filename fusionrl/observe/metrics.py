@@ -36,9 +36,9 @@ class MetricsSink:
     def __init__(self, run_dir: Path, attempt: int, tensorboard: bool = False) -> None:
         """Open the file for appending. ValueError if TensorBoard is wanted and missing."""
         self.attempt = attempt
-        self.path = Path(run_dir) / METRICS_FILE
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._tensorboard = _TensorBoard(Path(run_dir), attempt) if tensorboard else None
+        self.path = run_dir / METRICS_FILE
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = _TensorBoard(run_dir, attempt) if tensorboard else None
         # Unbuffered and in append mode: a line is one write, and is with the kernel when `log` returns.
         self._file = self.path.open("a+b", buffering=0)
         size = os.fstat(self._file.fileno()).st_size
@@ -53,8 +53,7 @@ class MetricsSink:
         "nonfinite". Raises ValueError for a value that is not a scalar and for a reserved name (step, attempt,
         time, nonfinite).
         """
-        taken = RESERVED_KEYS.intersection(values)
-        if taken:
+        if taken := RESERVED_KEYS.intersection(values):
             raise ValueError(f"metric names {sorted(taken)} are reserved; use e.g. 'train/step'")
         scalars = {key: to_scalar(key, value) for key, value in values.items()}
         nonfinite = [key for key, value in scalars.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -125,9 +124,7 @@ def read_metrics(path: Path, of_rows_with: str | None = None) -> list[dict[str, 
     of_rows_with  a name: only lines that have it count
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / METRICS_FILE
-    lines = list(_lines(path))
+    lines = list(_lines(path / METRICS_FILE if path.is_dir() else path))
     makers = made_by(lines)
     steps: dict[int, dict[str, object]] = {}
     for step, attempt, line in lines:
@@ -150,8 +147,7 @@ def made_by(lines: Iterable[tuple[int, int, Container[str]]]) -> dict[int, int]:
 
 def _merged(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
     nonfinite = [key for key in nonfinite_names(earlier) if key not in later] + nonfinite_names(later)
-    merged = {**earlier, **later}
-    merged.pop("nonfinite", None)
+    merged = {key: value for key, value in {**earlier, **later}.items() if key != "nonfinite"}
     return {**merged, "nonfinite": nonfinite} if nonfinite else merged
 
 
@@ -222,15 +218,10 @@ def next_attempt(run_dir: Path) -> int:
 
     Traces are metrics lines, rollout files and config files, since an attempt may die between any two of them.
     """
-    run_dir = Path(run_dir)
-    seen = [0]
-    if (run_dir / "config.json").exists():
-        seen.append(1)
-    for folder in (run_dir, run_dir / "rollouts"):
-        if folder.is_dir():
-            matches = (_ATTEMPT_IN_NAME.search(entry.name) for entry in folder.iterdir())
-            seen.extend(int(match.group(1)) for match in matches if match)
-    metrics = run_dir / METRICS_FILE
-    if metrics.exists():
-        seen.extend(attempt for _, attempt, _ in _lines(metrics))
+    seen = [int((run_dir / "config.json").exists())]
+    for folder in filter(Path.is_dir, (run_dir, run_dir / "rollouts")):
+        matches = (_ATTEMPT_IN_NAME.search(entry.name) for entry in folder.iterdir())
+        seen += [int(match[1]) for match in matches if match]
+    if (run_dir / METRICS_FILE).exists():
+        seen += [attempt for _, attempt, _ in _lines(run_dir / METRICS_FILE)]
     return max(seen) + 1

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TextIO, cast
+from typing import Any, NamedTuple, Self, TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
@@ -39,8 +39,7 @@ INDENT, LABEL_WIDTH, VALUE_WIDTH = "  ", 10, 10
 SPARK_WIDTH, MAX_WIDTH = 32, 96
 
 
-@dataclass(frozen=True)
-class Glyphs:
+class Glyphs(NamedTuple):
     """The characters of a display; `ASCII` where the stream's encoding has no others."""
 
     sparks: str
@@ -112,13 +111,12 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%" if math.isfinite(share) else str(share)
 
 
-def split(values: Mapping[str, float]) -> dict[str, float] | None:
-    """Phase → its share in the sum of the known ones (1.0 altogether); None unless two are known."""
+def split(values: Mapping[str, float]) -> dict[str, float]:
+    """Phase → its share in the sum of the known ones (1.0 altogether); {} unless two are known."""
     times = {name: max(values[key], 0.0) for name, key, _ in PHASES if key in values}
     total = sum(times.values())
-    if len(times) < 2 or not math.isfinite(total) or total <= 0:
-        return None
-    return {name: time / total for name, time in times.items()}
+    is_known = len(times) > 1 and math.isfinite(total) and total > 0
+    return {name: time / total for name, time in times.items()} if is_known else {}
 
 
 def sparkline(history: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> str:
@@ -157,81 +155,68 @@ def stacked(shares: Sequence[float], width: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Look:
-    """Form of the output: glyphs, number of columns."""
-
-    glyphs: Glyphs
-    width: int
-
-
-@dataclass(frozen=True)
 class Panel:
     """The live display of `state` for rich; the last line is empty, so that a killed run leaves the cursor below it."""
 
     state: State
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        glyphs = ASCII if options.ascii_only else UNICODE
-        look = _Look(glyphs, max(min(options.max_width - 1, MAX_WIDTH), 1))
-        state = self.state
+        glyphs, state = ASCII if options.ascii_only else UNICODE, self.state
+        width = max(min(options.max_width - 1, MAX_WIDTH), 1)
         hidden = set() if "reward" in state.values else {"loss"}  # which the headline has
         hidden |= set() if "in_flight" in state.values else _AHEAD
         values = {name: value for name, value in state.values.items() if name not in hidden}
-        lines = [_title(state, look), _step(state, look), _headline(state, look)]
-        lines += [*(_row(values, row) for row in _ROWS), _time(state, look), _status(state, look)]
+        lines = [_title(state, glyphs, width), _step(state, glyphs, width), _headline(state, glyphs, width)]
+        lines += [*(_row(values, row) for row in _ROWS), _time(state, glyphs, width), _status(state, glyphs, width)]
         for line in filter(None, lines):
-            yield _join(line, look)
+            yield _join(line, width)
         yield Text("")
 
 
-def _join(pieces: Sequence[Piece], look: _Look) -> Text:
-    """Return a line of at most `look.width` columns; the first piece is cut if need be, later ones left out."""
+def _join(pieces: Sequence[Piece], width: int) -> Text:
+    """Return a line of at most `width` columns; the first piece is cut if need be, later ones left out."""
     line = Text(no_wrap=True, overflow="crop")
     for text, style in pieces:
-        # Blanks that only pad towards the next piece need no room.
-        if line and cell_len(line.plain + text.rstrip()) > look.width:
+        if line and cell_len(line.plain + text.rstrip()) > width:  # blanks that only pad need no room
             break
         line.append(text, style)
-    line.truncate(look.width)
+    line.truncate(width)
     return line
 
 
-def _title(state: State, look: _Look) -> list[Piece]:
-    rule, dot = look.glyphs.rule, look.glyphs.separator
-    name = f" fusionrl {dot} {state.mode} "
-    clock = f" {duration(state.elapsed_s)} "
-    space = look.width - 4 - cell_len(name) - cell_len(clock)
-    if space < 4:
-        return [(rule * 2, "dim"), (name, "bold")]
-    return [(rule * 2, "dim"), (name, "bold"), (rule * space, "dim"), (clock, ""), (rule * 2, "dim")]
+def _title(state: State, glyphs: Glyphs, width: int) -> list[Piece]:
+    name, clock = f" fusionrl {glyphs.separator} {state.mode} ", f" {duration(state.elapsed_s)} "
+    edge, space = (glyphs.rule * 2, "dim"), width - 4 - cell_len(name) - cell_len(clock)
+    return [edge, (name, "bold"), *([(glyphs.rule * space, "dim"), (clock, ""), edge] if space >= 4 else [])]
 
 
 def _label(label: str, value: str) -> list[Piece]:
     return [(f"{INDENT}{label:<{LABEL_WIDTH}}", "dim"), (f"{value:<{VALUE_WIDTH}} ", "bold")]
 
 
-def _step(state: State, look: _Look) -> list[Piece]:
+def _used(pieces: Sequence[Piece]) -> int:
+    return sum(cell_len(text) for text, _ in pieces)
+
+
+def _step(state: State, glyphs: Glyphs, width: int) -> list[Piece]:
     share = state.step / state.total_steps if state.total_steps > 0 else 0.0
-    left = "" if state.left_s is None else f"{duration(state.left_s)} left"
     pieces = _label("step", f"{state.step}/{state.total_steps}")
-    used = sum(cell_len(text) for text, _ in pieces)
-    width = min(SPARK_WIDTH, look.width - used - 6)
-    if width >= 6:
-        full, empty = bar(share, width, look.glyphs)
+    room = min(SPARK_WIDTH, width - _used(pieces) - 6)
+    if room >= 6:
+        full, empty = bar(share, room, glyphs)
         pieces += [(full, "cyan"), (empty, "dim")]
     pieces.append((f" {100 * share:4.0f}%", ""))
-    return pieces + ([(f"   {left}", "")] if left else [])
+    return pieces if state.left_s is None else [*pieces, (f"   {duration(state.left_s)} left", "")]
 
 
-def _headline(state: State, look: _Look) -> list[Piece]:
+def _headline(state: State, glyphs: Glyphs, width: int) -> list[Piece]:
     """Return the reward and its curve or, without a reward (sft), the loss and its curve."""
     label, history = ("reward", state.rewards) if "reward" in state.values else ("loss", state.losses)
     if label not in state.values:
         return []
     pieces = _label(label, number(state.values[label]))
-    used = sum(cell_len(text) for text, _ in pieces)
     finite = [value for value in history if math.isfinite(value)]
-    line = sparkline(finite, min(SPARK_WIDTH, look.width - used), look.glyphs)
+    line = sparkline(finite, min(SPARK_WIDTH, width - _used(pieces)), glyphs)
     if len(finite) > 1:
         # The range is that of the values, not of the averaged columns; padded so that it does not wander.
         low_high = f"   {number(min(finite))} to {number(max(finite))}"
@@ -263,29 +248,29 @@ def _row(values: Mapping[str, float], row: Row) -> list[Piece]:
     return [*_label(*texts[0]), *((f"{name} {text}   ", "") for name, text in texts[1:])] if texts else []
 
 
-def _time(state: State, look: _Look) -> list[Piece]:
+def _time(state: State, glyphs: Glyphs, width: int) -> list[Piece]:
     shares = split(state.values)
     pieces = _label("time", "" if state.step_s is None else f"{duration(state.step_s)}/step")
-    if shares is None:
+    if not shares:
         return pieces if state.step_s is not None else []
-    marks = [(glyph, *phase) for glyph, phase in zip(look.glyphs.stack, PHASES, strict=True) if phase[0] in shares]
+    marks = [(glyph, *phase) for glyph, phase in zip(glyphs.stack, PHASES, strict=True) if phase[0] in shares]
     percents = stacked(list(shares.values()), 100)
     legend = [
         (f"  {glyph} {name} {share}%", style) for (glyph, name, _, style), share in zip(marks, percents, strict=True)
     ]
-    room = look.width - sum(cell_len(text) for text, _ in pieces + legend) - 1
+    room = width - _used(pieces + legend) - 1
     columns = stacked(list(shares.values()), min(SPARK_WIDTH, max(room, 8)))
     bars = [(glyph * count, style) for (glyph, _, _, style), count in zip(marks, columns, strict=True)]
     return [*pieces, *bars, (" ", ""), *legend]
 
 
-def _status(state: State, look: _Look) -> list[Piece]:
+def _status(state: State, glyphs: Glyphs, width: int) -> list[Piece]:
     if not state.status:
         return []
-    spinner = look.glyphs.spinner[int(2 * state.elapsed_s) % len(look.glyphs.spinner)]
+    spinner = glyphs.spinner[int(2 * state.elapsed_s) % len(glyphs.spinner)]
     status = Text(state.status)
-    status.truncate(max(look.width - 12, 1), overflow="ellipsis")
-    text = status.plain.replace("…", "~") if look.glyphs is ASCII else status.plain
+    status.truncate(max(width - 12, 1), overflow="ellipsis")
+    text = status.plain.replace("…", "~") if glyphs is ASCII else status.plain
     waited = f"  {duration(state.status_s)}" if state.status_s >= 1 else ""
     return [(f"{INDENT}{spinner} {text}", "cyan"), (waited, "dim")]
 
@@ -303,16 +288,13 @@ def compact(state: State, values: Mapping[str, float]) -> str:
         *((("stale", "staleness", number, 5),) if "in_flight" in values else ()),
     )
     parts += [f"{name} {form(values[key]):>{width}}" for name, key, form, width in columns if key in values]
-    shares = split(values)
-    if shares is not None:
+    if shares := split(values):
         percents = stacked(list(shares.values()), 100)
         names = "/".join(shares).replace("generate", "gen")
         parts.append(f"{names} " + "/".join(f"{share:>2}" for share in percents) + "%")
     if values.keys() - {"eval_accuracy"}:
-        if state.step_s is not None:
-            parts.append(f"{duration(state.step_s):>6}/step")
-        if state.left_s is not None:
-            parts.append(f"{duration(state.left_s):>6} left")
+        parts += [] if state.step_s is None else [f"{duration(state.step_s):>6}/step"]
+        parts += [] if state.left_s is None else [f"{duration(state.left_s):>6} left"]
     if "eval_accuracy" in values:
         parts.append(f"eval {percent(values['eval_accuracy']):>6}")
     return "  ".join(parts)
@@ -351,15 +333,9 @@ class Progress:
         output = cast(TextIO, self._output)
         console = _Console(file=output, force_terminal=True, force_interactive=True, highlight=False)
         if is_live and stream.isatty() and not console.is_dumb_terminal:
-            self._live = Live(
-                console=console,
-                auto_refresh=refresh_s > 0,
-                refresh_per_second=1 / refresh_s if refresh_s > 0 else 1,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                vertical_overflow="crop",
-                get_renderable=self._panel,
-            )
+            options: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False, "vertical_overflow": "crop"}
+            options |= {"auto_refresh": refresh_s > 0, "refresh_per_second": 1 / refresh_s if refresh_s > 0 else 1}
+            self._live = Live(console=console, get_renderable=self._panel, **options)
             self._live.start()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
@@ -373,10 +349,9 @@ class Progress:
             self._measure(step, numbers)
             self._state.step = step
             self._state.values.update(numbers)
-            if "reward" in numbers:
-                self._state.rewards.append(numbers["reward"])
-            if "loss" in numbers:
-                self._state.losses.append(numbers["loss"])
+            for key, history in (("reward", self._state.rewards), ("loss", self._state.losses)):
+                if key in numbers:
+                    history.append(numbers[key])
             self._refresh_times()
             if self._live is None:
                 self._output.write(compact(self._state, numbers) + "\n")

@@ -117,10 +117,11 @@ class RolloutWriter:
     def write(self, rollout_id: int, attempt: int, rows: Iterable[Mapping[str, object]], kind: str = "train") -> Path:
         """Write the samples of one rollout (its id as hooks know it, see `step_of`) and return the file's path.
 
-        Arrays and tensors become lists, NaN and infinities null, objects JSON does not know their `repr`. The
-        file appears under its name only when it is complete; if `rows` raises, nothing is left behind. Raises
-        FileExistsError if this attempt has already written this rollout, ValueError for a kind that cannot
-        stand in a file name.
+        The file appears under its name only when it is complete; if `rows` raises, nothing is left behind.
+
+        Raises:
+            FileExistsError: this attempt has already written this rollout.
+            ValueError: the kind cannot stand in a file name.
         """
         if not _KIND.fullmatch(kind):
             raise ValueError(f"rollout kind {kind!r} is not a file name; use letters, digits, '_', '-'")
@@ -201,17 +202,12 @@ def _without_arrays(line: bytes, arrays: Mapping[str, int]) -> bytes:
 
 def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> list[RolloutFile]:
     """The rollout files of a run by step, at each step training first; of each the highest attempt, or all."""
-    listed: list[RolloutFile] = []
     folder = Path(run_dir) / "rollouts"
-    for path in folder.iterdir() if folder.is_dir() else ():
-        file = RolloutFile.named(path)
-        if file is not None and kind in (None, file.kind):
-            listed.append(file)
+    files = map(RolloutFile.named, folder.iterdir() if folder.is_dir() else ())
+    listed = [file for file in files if file is not None and kind in (None, file.kind)]
     listed.sort(key=lambda file: (file.step, file.kind.startswith(EVAL_KIND), file.kind, file.attempt))
-    if all_attempts:
-        return listed
     # Sorted by attempt last, so that the highest is the one that stays.
-    return list({(file.rollout_id, file.kind): file for file in listed}.values())
+    return listed if all_attempts else list({(file.rollout_id, file.kind): file for file in listed}.values())
 
 
 def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, object]]:

@@ -46,13 +46,14 @@ class RunDir:
     """
 
     def __init__(self, path: Path | str, resume: bool = False, mode: int | None = None) -> None:
-        """Make or reopen the folder and take its lock. With a `mode` the folder gets it, if it is new or holds a run;
-        another folder of the user keeps its own.
+        """Make or reopen the folder and take its lock, also from a dead process.
 
-        Raises ValueError if the folder holds a run and `resume` is False, if it is not a folder, or if a live
-        process (or one of another machine, which cannot be asked) holds it, or if something in it is a link, by
-        which the run would read or write elsewhere, but for this user's links to folders in `LINKED_FOLDERS`. The
-        lock of a dead process is taken over.
+        mode  the folder gets it, if it is new or holds a run; another folder of the user keeps its own
+
+        Raises:
+            ValueError: it is not a folder, holds a run and `resume` is False, is held by a live process (or one of
+                another machine, which cannot be asked), or has a link in it by which the run would read or write
+                elsewhere; this user's links to folders in `LINKED_FOLDERS` may be there.
         """
         self.path = Path(path)
         _refuse_file(self.path)
@@ -68,9 +69,9 @@ class RunDir:
             raise
         if mode is not None and is_ours and os.stat(self.path).st_uid == os.getuid():
             os.chmod(self.path, mode)
+        for name in SUB_FOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
         self.rollouts, self.checkpoints, self.logs = (self.path / name for name in SUB_FOLDERS)
-        for folder in (self.rollouts, self.checkpoints, self.logs):
-            folder.mkdir(exist_ok=True)
 
     @staticmethod
     def check(path: Path, resume: bool) -> None:
@@ -96,8 +97,7 @@ class RunDir:
         last = _last_version(self.path, stem, suffix)
         if last is not None and last.read_text(encoding="utf-8", errors="replace") == text:
             return last
-        name = f"{stem}.{suffix}" if self.attempt == 1 else f"{stem}.a{self.attempt}.{suffix}"
-        path = self.path / name
+        path = self.path / (f"{stem}.{suffix}" if self.attempt == 1 else f"{stem}.a{self.attempt}.{suffix}")
         assert not path.exists(), f"{path} written twice in attempt {self.attempt} with different contents"
         write_atomically(path, text)
         return path
@@ -151,10 +151,8 @@ def holds_run(path: Path) -> bool:
 def own_config_file(path: Path) -> Path | None:
     """Return `last_config_file` where it is this user's and no link: its flags may name functions, which run."""
     file = last_config_file(path)
-    if file is None:
-        return None
-    facts = file.lstat()
-    return file if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() else None
+    facts = None if file is None else file.lstat()
+    return file if facts and stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() else None
 
 
 def _refuse_file(path: Path) -> None:
@@ -168,20 +166,16 @@ def _refuse_content(path: Path, resume: bool) -> None:
             f"--run-dir {path} already holds a run: pass --resume to go on with it, "
             "or another --run-dir to start a new one"
         )
-    # Only files and folders, each where a run has one.
     for folder in (path, *(path / name for name in LINKED_FOLDERS)):
         if not folder.is_symlink() and not folder.exists():
             continue
         if folder is not path and not folder.is_dir():
             raise ValueError(f"--run-dir {path}: {folder.name} is not a folder; remove it")
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
-                    continue
-                if folder is path and entry.name in LINKED_FOLDERS and _is_own_link(folder / entry.name):
-                    continue
+        for entry in folder.iterdir():
+            is_plain = stat.S_ISREG(mode := entry.lstat().st_mode) or stat.S_ISDIR(mode)
+            if not is_plain and not (folder is path and entry.name in LINKED_FOLDERS and _is_own_link(entry)):
                 raise ValueError(
-                    f"--run-dir {path}: {Path(entry.path).relative_to(path)} is a link or a special file; the"
+                    f"--run-dir {path}: {entry.relative_to(path)} is a link or a special file; the"
                     " run would read or write elsewhere by it: remove it"
                 )
 
@@ -193,11 +187,10 @@ def _is_own_link(path: Path) -> bool:
 
 def _has_content(path: Path) -> bool:
     """Return whether anything was written; a start that failed leaves only empty subfolders."""
-    for entry in path.iterdir():
-        if entry.name == LOCK_FILE or (entry.name in LINKED_FOLDERS and entry.is_dir() and not any(entry.iterdir())):
-            continue
-        return True
-    return False
+    return not all(
+        entry.name == LOCK_FILE or (entry.name in LINKED_FOLDERS and entry.is_dir() and not any(entry.iterdir()))
+        for entry in path.iterdir()
+    )
 
 
 def _last_version(folder: Path, stem: str, suffix: str) -> Path | None:
@@ -209,8 +202,8 @@ def _last_version(folder: Path, stem: str, suffix: str) -> Path | None:
 class _Lock:
     """A lock file naming its holder by pid, the start time of that process (pids are used again) and host.
 
-    The holder is recorded rather than an flock kept, because a child that the run forks would inherit an
-    flock and hold the folder after the run has died. flock only makes the look-then-write below atomic.
+    The holder is recorded rather than an flock kept, which a fork of the run would inherit and hold after the run has
+    died. flock only makes the look-then-write below atomic.
     """
 
     def __init__(self, path: Path) -> None:
@@ -244,15 +237,14 @@ class _Lock:
         if not self.path.exists():
             return
         with self._exclusive() as file:
-            # Emptied, not unlinked: unlinking would let a waiter lock a file that no longer has a name. A
-            # child forked from the holder has another pid, so it cannot release its parent's lock.
+            # Emptied, not unlinked: unlinking would let a waiter lock a file that no longer has a name. A fork of the
+            # holder has another pid, so it cannot release its parent's lock.
             if self._mine == _parse(file.read()) and os.getpid() == self._mine["pid"]:
                 _replace(file, "")
 
     @contextmanager
     def _exclusive(self) -> Iterator[IO[str]]:
-        try:
-            # Not through a link, whose target would be emptied.
+        try:  # not through a link, whose target would be emptied
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise ValueError(f"--run-dir {self.path.parent}: {self.path.name} cannot be opened ({error})") from error
@@ -301,14 +293,12 @@ def _start_time(pid: int) -> str | None:
     """Return the start of the process as "<boot id>/<clock ticks since boot>"; None where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        facts = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The command, in parentheses, may hold blanks; fields 3 and 22 of proc(5) are the 1st and the 20th after
-    # it.
-    fields = stat.rpartition(")")[2].split()
-    # A zombie runs no more; it only waits for its parent to notice.
-    return None if fields[0] == "Z" else f"{boot}/{fields[19]}"
+    # The command, in parentheses, may hold blanks; fields 3 and 22 of proc(5) are the 1st and the 20th after it.
+    fields = facts.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else f"{boot}/{fields[19]}"  # a zombie only waits for its parent to notice
 
 
 WANTED, STATES = "engines.txt", "engines.json"

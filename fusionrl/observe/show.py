@@ -58,17 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="lowest rewards first")
     order.add_argument("--best", action="store_true", help="highest rewards first")
-    parser.add_argument(
-        "--all-equal", action="store_true", help="only groups whose rewards are all equal, one sample of each"
-    )
+    parser.add_argument("--all-equal", action="store_true", help="only groups of equal rewards, one sample of each")
     parser.add_argument("--sample", type=int, metavar="I", help="one sample, by its index, and its group")
     parser.add_argument("-n", type=int, default=5, metavar="N", help="number of samples, 0: all; default 5")
-    parser.add_argument(
-        "--chars",
-        type=int,
-        metavar="N",
-        help=f"characters of a text that are shown, 0: all; default {_LISTED}, with --sample {_ALONE}",
-    )
+    chars = f"characters of a text that are shown, 0: all; default {_LISTED}, with --sample {_ALONE}"
+    parser.add_argument("--chars", type=int, metavar="N", help=chars)
     parser.add_argument("--json", action="store_true", help="one JSON object a sample, nothing cut")
     return parser
 
@@ -82,10 +76,10 @@ def _shown(options: argparse.Namespace) -> Iterator[str]:
     file = _choose_file(run, options.step, options.eval, options.failed)
     samples = Samples(file, reward_key(run, file))
     if options.sample is not None:
-        entries = samples.with_index(options.sample)
+        chosen = entries = samples.with_index(options.sample)
     else:
         entries = samples.ordered(options.worst, options.best, options.all_equal)
-    chosen = entries if options.sample is not None or not options.n else entries[: options.n]
+        chosen = entries[: options.n or None]
     if options.json:
         return (json.dumps(samples.record(entry)) + "\n" for entry in chosen)
     return _page(run, samples, chosen, len(entries), options)
@@ -96,10 +90,9 @@ def _page(
 ) -> Iterator[str]:
     default = _LISTED if options.sample is None else _ALONE
     limit = default if options.chars is None else options.chars
-    paint = painter(sys.stdout)
     yield samples.header(run, options.all_equal) + "\n"
     for entry in chosen:
-        yield "\n" + sample_block(samples.record(entry), limit, paint) + "\n"
+        yield "\n" + sample_block(samples.record(entry), limit, painter(sys.stdout)) + "\n"
     if options.sample is not None:
         if group := samples.describe_group(chosen[0]):
             yield f"\n{group}\n"
@@ -269,15 +262,11 @@ class Samples:
             "attempt": self.file.attempt,
             "index": entry.index,
             "group": row.get("group_index"),
-            "prompt": row.get("prompt"),
-            "response": row.get("response"),
-            "label": row.get("label"),
+            **{name: row.get(name) for name in ("prompt", "response", "label")},
             "images": [self._image(image) for image in images_of_row(row)],
             "reward": entry.reward if entry.reward is not None else reward,
             "rewards": reward if isinstance(reward, dict) else None,
-            "trained_reward": trained.get("trained_reward"),
-            "advantage": trained.get("advantage"),
-            "mismatch": trained.get("mismatch"),
+            **{name: trained.get(name) for name in ("trained_reward", "advantage", "mismatch")},
             "length": entry.length,
             "num_trained": trained.get("num_trained", num_trained),
             "status": entry.status,
@@ -289,14 +278,11 @@ class Samples:
     def _image(self, image: Mapping[str, object]) -> dict[str, object]:
         """Return the size of an image and the file of its small picture, where there is one."""
         file = picture_file(self.file.path.parent, str(image["key"]))
-        return {
-            "width": image.get("width"),
-            "height": image.get("height"),
-            "file": str(file) if file.exists() else None,
-        }
+        size = {name: image.get(name) for name in ("width", "height")}
+        return size | {"file": str(file) if file.exists() else None}
 
     def trained_row(self, entry: Entry) -> dict[str, object]:
-        """Values of a sample that the trainers wrote, those of its tokens included; {} where they wrote none."""
+        """Return what the trainers wrote of a sample, values of its tokens included; {} where they wrote nothing."""
         return self.file.trained_at(self._trained[entry.line][0]) if entry.line in self._trained else {}
 
     def _equal_groups(self) -> list[list[Entry]]:
@@ -304,10 +290,9 @@ class Samples:
 
     def header(self, run: Path, all_equal: bool) -> str:
         """Describe the step's samples in two lines."""
-        name = self.file.kind.removeprefix(EVAL_KIND) if self.file.kind.startswith(EVAL_KIND) else None
-        step_name = f"step {self.file.step}" if name is None else f"evaluation {name} at step {self.file.step}"
-        attempt = f", attempt {self.file.attempt}" if self.file.attempt > 1 else ""
-        lines = [f"{run}: {step_name}{attempt} ({self.file.path.relative_to(run)})"]
+        kind, attempt = self.file.kind, f", attempt {self.file.attempt}" if self.file.attempt > 1 else ""
+        evaluation = f"evaluation {kind.removeprefix(EVAL_KIND)} at " if kind.startswith(EVAL_KIND) else ""
+        lines = [f"{run}: {evaluation}step {self.file.step}{attempt} ({self.file.path.relative_to(run)})"]
         rewards = [entry.reward for entry in self.entries if entry.reward is not None]
         parts = [f"{counted(len(self.entries), 'sample')} in {counted(len(self.groups), 'group')}"]
         if rewards:
@@ -354,37 +339,27 @@ def reward_number(reward: object, key: str | None) -> float | None:
 def sample_block(record: Mapping[str, Any], limit: int, paint: Paint) -> str:
     """One sample, a line of numbers and its texts."""
     parts = [f"sample {record['index']}", f"group {record['group']}", f"reward {_number(record['reward'])}"]
-    if record["advantage"] is not None:
-        parts.append(f"advantage {record['advantage']:+.4g}")
-    if record["mismatch"] is not None:
-        parts.append(f"mismatch {record['mismatch']:.2g}")
-    tokens = f"{record['length']} tokens"
-    if record["num_trained"] != record["length"]:
-        tokens += f", {record['num_trained']} trained on"
-    parts += [tokens, record["status"]]
+    for name, form in (("advantage", "+.4g"), ("mismatch", ".2g")):
+        if record[name] is not None:
+            parts.append(f"{name} {record[name]:{form}}")
+    trained = f", {record['num_trained']} trained on" if record["num_trained"] != record["length"] else ""
+    parts += [f"{record['length']} tokens{trained}", record["status"]]
     if record["is_removed"]:
         parts.append("removed")
     if versions := record["weight_versions"]:
-        first, last = versions
-        parts.append(f"weights {first}" if first == last else f"weights {first} to {last}")
+        parts.append("weights " + " to ".join(map(str, dict.fromkeys(versions))))
+    images = [f"{image['width']} x {image['height']}  {image['file'] or ''}".strip() for image in record["images"]]
+    rewards, label, metadata = record["rewards"], record["label"], record["metadata"]
+    fields = [] if rewards is None else [("rewards", json.dumps(rewards, ensure_ascii=False), limit)]
+    fields += [("prompt", as_text(record["prompt"]), limit), *(("image", image, limit) for image in images)]
+    fields += [("answer", as_text(record["response"]), limit)]
+    fields += [] if label is None else [("label", as_text(label), limit)]
+    fields += [("metadata", json.dumps(metadata, ensure_ascii=False), min(limit, _LISTED))] if metadata else []
     lines = [paint(visible("  ".join(parts)), BOLD)]
-    if record["rewards"] is not None:
-        lines += _field("rewards", json.dumps(record["rewards"], ensure_ascii=False), limit, paint)
-    lines += _field("prompt", as_text(record["prompt"]), limit, paint)
-    for image in record["images"]:
-        lines += _field("image", f"{image['width']} x {image['height']}  {image['file'] or ''}".strip(), limit, paint)
-    lines += _field("answer", as_text(record["response"]), limit, paint)
-    if record["label"] is not None:
-        lines += _field("label", as_text(record["label"]), limit, paint)
-    if record["metadata"]:
-        lines += _field("metadata", json.dumps(record["metadata"], ensure_ascii=False), min(limit, _LISTED), paint)
+    for name, text, most in fields:
+        first, *rest = visible(shorten(text, most), keep_lines=True).split("\n")
+        lines += [f"  {paint(f'{name:<9}', CYAN)}{first}", *(f"  {' ' * 9}{line}" for line in rest)]
     return "\n".join(lines)
-
-
-def _field(name: str, text: str, limit: int, paint: Paint) -> list[str]:
-    """A text under its name, safe for the terminal, its further lines indented."""
-    first, *rest = visible(shorten(text, limit), keep_lines=True).split("\n")
-    return [f"  {paint(f'{name:<9}', CYAN)}{first}", *(f"  {' ' * 9}{line}" for line in rest)]
 
 
 def _number(value: object) -> str:

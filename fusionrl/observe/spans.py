@@ -30,6 +30,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -57,6 +58,7 @@ _Part = tuple[str, int, int, Mapping[str, Fact]]
 _parts: ContextVar[list[_Part] | None] = ContextVar("parts of a sample", default=None)
 
 REWARDS = "rewards"  # the lane of what is scored for several samples at once
+_recorder: "Recorder | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +72,12 @@ class OpenSpan:
     is_phase: bool
 
 
-@dataclass(frozen=True)
-class MainPhases:
-    """Phases of a process's main thread.
+class MainPhases(NamedTuple):
+    """Phases of a process's main thread."""
 
-    open      the innermost one that has not ended
-    ended_ns  when the last one ended
-    lasted    name → seconds of the last ones that have ended
-    """
-
-    open: OpenSpan | None
-    ended_ns: int
-    lasted: Mapping[str, Sequence[float]]
+    open: OpenSpan | None  # the innermost one that has not ended
+    ended_ns: int  # when the last one ended
+    lasted: Mapping[str, Sequence[float]]  # name → seconds of the last ones that have ended
 
 
 class Recorder:
@@ -92,7 +88,6 @@ class Recorder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o666)
         self._lock = threading.Lock()
-        self._lines: list[bytes] = []
         self._open: list[OpenSpan] = []  # phases of the main thread, the outer ones first
         self._lasted: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=_MOST_LASTED))
         self._ended_ns = 0  # of the last phase of the main thread
@@ -100,15 +95,19 @@ class Recorder:
         header = {"process": process, "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}
         header |= {"boot": boot_id(), "mono_ns": self.start_ns, "wall_ns": time.time_ns()}
         header["utc_offset_s"] = time.localtime().tm_gmtoff  # logs of this machine are in its local time
-        self._write([orjson.dumps(header)])
+        self._lines = [orjson.dumps(header)]
+        self._flush()
 
     def begin(self, name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | None = None) -> OpenSpan:
-        span = OpenSpan(_lane() if lane is None else lane, name, time.monotonic_ns(), facts, is_phase)
+        if lane is None:
+            thread = threading.current_thread()
+            lane = "" if thread is threading.main_thread() else thread.name
+        span = OpenSpan(lane, name, time.monotonic_ns(), facts, is_phase)
         if is_phase:
-            if not span.lane:
+            if not lane:
                 with self._lock:
                     self._open.append(span)
-            self.add(["B", span.lane, name, self.micros(span.start_ns), facts], at_once=True)
+            self.add(["B", lane, name, (span.start_ns - self.start_ns) // 1000, facts], at_once=True)
         return span
 
     def end(self, span: OpenSpan) -> None:
@@ -118,17 +117,11 @@ class Recorder:
                 self._open.remove(span)
                 self._lasted[span.name].append((now - span.start_ns) / 1e9)
                 self._ended_ns = now
-        self.note(span.name, span.start_ns, now, span.lane, span.facts, at_once=span.is_phase)
-
-    def note(
-        self, name: str, start_ns: int, end_ns: int, lane: str, facts: Mapping[str, Fact], at_once: bool = False
-    ) -> None:
-        """Record a span that has ended."""
-        self.add(["X", lane, name, *self.extent(start_ns, end_ns), facts], at_once)
+        self.add(["X", span.lane, span.name, *self.extent(span.start_ns, now), span.facts], at_once=span.is_phase)
 
     def note_clock(self, boot: str, offset_ns: int, error_ns: int) -> None:
         """Record the clock of another machine, as `measure_offset` found it now."""
-        self.add(["K", boot, self.micros(time.monotonic_ns()), offset_ns, error_ns], at_once=True)
+        self.add(["K", boot, (time.monotonic_ns() - self.start_ns) // 1000, offset_ns, error_ns], at_once=True)
 
     def main_phases(self) -> MainPhases:
         """Return what the main thread is at, and how long it was at such before."""
@@ -139,7 +132,7 @@ class Recorder:
     def close(self) -> None:
         """Write what is still in memory, and record nothing more."""
         with self._lock:
-            self._flush(time.monotonic_ns())
+            self._flush()
             self.abandon()
 
     def abandon(self) -> None:
@@ -150,11 +143,8 @@ class Recorder:
 
     def extent(self, start_ns: int, end_ns: int) -> tuple[int, int]:
         """Return start and duration in microseconds; what nests in nanoseconds nests in these as well."""
-        start = self.micros(start_ns)
-        return start, max(0, self.micros(end_ns) - start)
-
-    def micros(self, ns: int) -> int:
-        return (ns - self.start_ns) // 1000
+        start = (start_ns - self.start_ns) // 1000
+        return start, max(0, (end_ns - self.start_ns) // 1000 - start)
 
     def add(self, record: list[object], at_once: bool = False) -> None:
         try:
@@ -163,15 +153,12 @@ class Recorder:
             return
         with self._lock:
             self._lines.append(line)
-            now = time.monotonic_ns()
-            if at_once or len(self._lines) >= _FLUSH_LINES or now - self._flushed_ns > _FLUSH_S * 1e9:
-                self._flush(now)
+            is_due = len(self._lines) >= _FLUSH_LINES or time.monotonic_ns() - self._flushed_ns > _FLUSH_S * 1e9
+            if at_once or is_due:
+                self._flush()
 
-    def _flush(self, now: int) -> None:
-        lines, self._lines, self._flushed_ns = self._lines, [], now
-        self._write(lines)
-
-    def _write(self, lines: list[bytes]) -> None:
+    def _flush(self) -> None:
+        lines, self._lines, self._flushed_ns = self._lines, [], time.monotonic_ns()
         if not lines or self._file < 0:
             return
         data = b"\n".join(lines) + b"\n"
@@ -182,14 +169,10 @@ class Recorder:
             self.abandon()
 
 
-_recorder: Recorder | None = None
-
-
 def record_to(run_dir: Path | str, process: str, attempt: int) -> None:
     """Let this process record its spans in a run's folder, under its name: "driver", "trainer-0", …
 
-    Where the file cannot be written the log has a warning, and nothing is recorded; nor with FUSIONRL_TIMELINE=0, by
-    which the price of a record is measured.
+    Where the file cannot be written the log has a warning, and nothing is recorded; nor with FUSIONRL_TIMELINE=0.
     """
     global _recorder
     stop_recording()
@@ -244,7 +227,7 @@ phase = partial(span, is_phase=True)
 def note(name: str, start_ns: int, end_ns: int, lane: str = "", **facts: Fact) -> None:
     """Record a span that has ended, of `time.monotonic_ns()`. Spans of one lane nest or follow each other."""
     if _recorder is not None:
-        _recorder.note(name, start_ns, end_ns, lane, facts)
+        _recorder.add(["X", lane, name, *_recorder.extent(start_ns, end_ns), facts])
 
 
 @contextmanager
@@ -280,7 +263,7 @@ def part(name: str, start_ns: int, **facts: Fact) -> None:
 def count(name: str, **values: float) -> None:
     """Record values of a curve as they are now."""
     if _recorder is not None:
-        _recorder.add(["C", name, _recorder.micros(time.monotonic_ns()), values])
+        _recorder.add(["C", name, (time.monotonic_ns() - _recorder.start_ns) // 1000, values])
 
 
 def main_phases() -> MainPhases:
@@ -318,11 +301,6 @@ def measure_offset(ask: Callable[[], tuple[str, int]]) -> tuple[str, int, int]:
         readings.append(((back - sent + 1) // 2, theirs - (sent + back) // 2))
     error, offset = min(readings)
     return boot, offset, error
-
-
-def _lane() -> str:
-    thread = threading.current_thread()
-    return "" if thread is threading.main_thread() else thread.name
 
 
 def _in_fork() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import psutil
 
@@ -118,39 +119,29 @@ _TROUBLES = {
     psutil.STATUS_DISK_SLEEP: "waits for a disk or a driver",
     psutil.STATUS_ZOMBIE: _DEAD,
 }
-_SAYS_NOTHING = "it has not answered SIGUSR1"
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """A process of the run.
+    """A process of the run."""
 
-    role      as its log is called: "trainer-3", "buffer", "engine-0"
-    title     its command line, shortened
-    trouble   "stopped by a signal", …; "" for a process that runs or sleeps
-    stacks    as it wrote them; "" where it wrote none
-    """
-
-    role: str
+    role: str  # as its log is called: "trainer-3", "buffer", "engine-0"
     pid: int
     host: str
-    title: str
-    trouble: str
-    stacks: str
-
-    @property
-    def threads(self) -> list[Thread]:
-        return read_stacks(self.stacks)
+    title: str  # its command line, shortened
+    trouble: str  # "stopped by a signal", …; "" for a process that runs or sleeps
+    stacks: str  # as it wrote them; "" where it wrote none
 
     @property
     def thread(self) -> Thread | None:
         """Its main thread: the oldest, which `faulthandler` writes last."""
-        return self.threads[-1] if self.threads else None
+        threads = read_stacks(self.stacks)
+        return threads[-1] if threads else None
 
     def render(self) -> str:
         """Return it as the file in `logs/` has it."""
         head = f"=== {self.role}: process {self.pid} on {self.host}" + (f", {self.trouble}" if self.trouble else "")
-        return f"{head}\n    {self.title}\n{self.stacks.rstrip() or _SAYS_NOTHING}\n"
+        return f"{head}\n    {self.title}\n{self.stacks.rstrip() or 'it has not answered SIGUSR1'}\n"
 
 
 def look(logs: Path, answer_s: float = ANSWER_S) -> list[ProcessState]:
@@ -247,8 +238,7 @@ FLOOR_S = 60.0
 FACTOR = 5.0
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """A phase of the driver that has not ended. `since` comes from the same clock as `now`."""
 
     name: str
@@ -257,19 +247,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class LatePhase:
-    """A phase of which to speak.
-
-    seconds  since it began
-    usual_s  its median so far; None: no phase of this name has ended yet
-    number   of the report about this phase, from 1
-    is_last  it has reached --stall-timeout-s: the run ends
-    """
+    """A phase of which to speak."""
 
     phase: str
-    seconds: float
-    usual_s: float | None
-    number: int
-    is_last: bool = False
+    seconds: float  # since it began
+    usual_s: float | None  # its median so far; None: no phase of this name has ended yet
+    number: int  # of the report about this phase, from 1
+    is_last: bool = False  # it has reached --stall-timeout-s: the run ends
 
 
 @dataclass(frozen=True)
@@ -322,16 +306,13 @@ _NUMBERED = re.compile(r"^(?P<group>.*?)[ -](?P<number>\d+)$")
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Two looks at an engine, a second apart.
-
-    fault  it does not answer: the reason; "" where it does
-    """
+    """Two looks at an engine, a second apart."""
 
     name: str
     running: int = 0
     waiting: int = 0
     tokens_per_s: float = 0.0
-    fault: str = ""
+    fault: str = ""  # why it does not answer; "" where it does
 
     def __str__(self) -> str:
         if self.fault:

@@ -113,18 +113,6 @@ def until_stopped() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def say_who_holds(run: Path) -> None:
-    """Print a warning where the run's end cannot be seen from this machine."""
-    host = other_host(run)
-    if host is not None:
-        print(
-            f"{run} is held by host {host}, whose processes cannot be asked: if that run is dead, this continues until"
-            f" {run / LOCK_FILE} is deleted, or until Ctrl-C",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
 STATE_FILE = "trackers.json"
 TRACKERS_LOCK = "trackers.lock"
 _RUN_ID = re.compile(r"[\w-]{1,64}")  # some trackers make a file name of it
@@ -132,16 +120,11 @@ _RUN_ID = re.compile(r"[\w-]{1,64}")  # some trackers make a file name of it
 
 @dataclass
 class SentPart:
-    """The part of a run that one tracker has.
+    """The part of a run that one tracker has."""
 
-    run_id  of the run there; the tracker's own where it gives one
-    bytes   of metrics.jsonl that have arrived
-    is_new  there is no run there yet
-    """
-
-    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
-    bytes: int = 0
-    is_new: bool = True
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))  # there; the tracker's own where it gives one
+    bytes: int = 0  # of metrics.jsonl that have arrived
+    is_new: bool = True  # there is no run there yet
 
 
 class SentState:
@@ -226,18 +209,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fusionrl track", description=_HELP)
     parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
-    parser.add_argument(
-        "--to", choices=list(ADAPTERS), required=True, help="the tracker; its package must be installed"
-    )
+    parser.add_argument("--to", choices=list(ADAPTERS), required=True, help="the tracker, whose package is installed")
     parser.add_argument("--project", default="fusionrl", help="project (MLflow: experiment); default: fusionrl")
     parser.add_argument("--name", help="name of the run there; default: that of its folder")
     parser.add_argument("--offline", action="store_true", help="write the tracker's files into the run's folder only")
-    parser.add_argument(
-        "--address",
-        default="",
-        help="of the server (wandb, mlflow), the folder (tensorboard, swanlab), the Space (trackio), or HOST:PORT"
-        " (prometheus)",
-    )
+    addresses = "of the server (wandb, mlflow), folder (tensorboard, swanlab), Space (trackio), HOST:PORT (prometheus)"
+    parser.add_argument("--address", default="", help=addresses)
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
     parser.add_argument("--again", action="store_true", help="send everything, as a new run there")
     return parser
@@ -260,8 +237,13 @@ def _send(run: Path, options: argparse.Namespace) -> int:
             offline=options.offline,
             address=options.address,
         )
-        if options.follow:
-            say_who_holds(run)
+        if options.follow and (host := other_host(run)) is not None:
+            print(
+                f"{run} is held by host {host}, whose processes cannot be asked: if that run is dead, this continues"
+                f" until {run / LOCK_FILE} is deleted, or until Ctrl-C",
+                file=sys.stderr,
+                flush=True,
+            )
         with until_stopped():
             tracker = open_tracker(options.to, target)
             return Sender(run, options.to, tracker, sent, memory).send(options.follow)

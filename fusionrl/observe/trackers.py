@@ -22,23 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """The run as a tracker opens it.
+    """The run as a tracker opens it."""
 
-    folder   the run's folder
-    run_id   see `track.SentPart`
-    is_new   there is no run there yet
-    offline  nothing leaves this machine
-    address  of the tracker's server, or of its files; "": the tracker's own choice
-    """
-
-    folder: Path
+    folder: Path  # the run's
     project: str
     name: str
-    run_id: str
-    is_new: bool
+    run_id: str  # see `track.SentPart`
+    is_new: bool  # there is no run there yet
     config: Mapping[str, object]
-    offline: bool = False
-    address: str = ""
+    offline: bool = False  # nothing leaves this machine
+    address: str = ""  # of the tracker's server, or of its files; "": the tracker's own choice
 
 
 class Tracker:
@@ -234,8 +227,7 @@ class Prometheus(Tracker):
         self._lock = threading.Lock()
         self._server = make_server(host, int(port), self._answer)
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def log(self, line: Line) -> None:
         with self._lock:
@@ -257,13 +249,11 @@ class Prometheus(Tracker):
         return "\n".join(lines) + "\n"
 
     def flush(self) -> bool:
-        """Return True: a line is there as soon as it is taken."""
-        return True
+        return True  # a line is there as soon as it is taken
 
     def close(self) -> None:
-        self._server.shutdown()
+        self._server.shutdown()  # returns when `serve_forever` has
         self._server.server_close()
-        self._thread.join()
 
     def _answer(self, path: str) -> "Answer":
         if path == "/metrics":
@@ -304,9 +294,5 @@ def open_tracker(kind: str, target: Target) -> Tracker:
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, object]:
     """A run's flags by name, without their groups and without those that are not set."""
-    flags: dict[str, object] = {}
-    for group, value in config.items():
-        for name, setting in value.items() if isinstance(value, dict) else ((group, value),):
-            if setting is not None:
-                flags[str(name)] = setting
-    return flags
+    groups = [value if isinstance(value, dict) else {group: value} for group, value in config.items()]
+    return {str(name): value for group in groups for name, value in group.items() if value is not None}

@@ -12,7 +12,6 @@ from fusionrl.config.run_parts import estimator_of
 from fusionrl.observe.advice import AdviceSettings, Watches
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.progress import Progress
-from fusionrl.observe.show import sample_table
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +76,8 @@ class Reporter:
         """--log-samples of a rollout, and a warning where there is nothing to learn from it."""
         step = rollout.rollout_id + 1
         if rollout.glimpses:
+            from fusionrl.observe.show import sample_table
+
             self._progress.print(sample_table(rollout.glimpses, step, self._progress.width))
         if rollout.facts is not None:
             self._warn(step, self._watches.after_rollout(step, rollout.facts))

@@ -52,9 +52,7 @@ def layer(shape: ModelShape, number: int) -> Iterator[Rule]:
     )
     # One tensor, copied; tensor-parallel ranks have parts of its columns.
     yield Rule(
-        f"{to}.self_attention.linear_proj.weight",
-        {f"{of}.self_attn.o_proj.weight": (hidden, queries)},
-        split="columns",
+        f"{to}.self_attention.linear_proj.weight", {f"{of}.self_attn.o_proj.weight": (hidden, queries)}, split="columns"
     )
     yield from parts.mlp(shape, number)
 

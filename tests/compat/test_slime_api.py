@@ -40,8 +40,7 @@ def test_a_singleton_and_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "due"),
-    [((1, None), False), ((1, 2), True), ((2, 2), False), ((2, 2, 3), True), ((4, 3, None, 5), True)],
+    ("given", "due"), [((1, None), False), ((1, 2), True), ((2, 2), False), ((2, 2, 3), True), ((4, 3, None, 5), True)]
 )
 def test_what_is_due_after_a_rollout(given: tuple[Any, ...], due: bool) -> None:
     assert misc.should_run_periodic_action(*given) is due

@@ -43,10 +43,7 @@ def flags_of(flag: str, text: str, before: str = "") -> tuple[list[str], list[st
 @pytest.mark.parametrize(
     ("flag", "text", "before", "wanted"),
     [
-        (
-            *("--sglang-config", SIZES, ""),
-            "--engine-group regular-1:num_gpus=4,per_engine=2 regular-2:num_gpus=2",
-        ),
+        (*("--sglang-config", SIZES, ""), "--engine-group regular-1:num_gpus=4,per_engine=2 regular-2:num_gpus=2"),
         (
             *("--sglang-config", PAIR, "--sglang-ib-device c"),
             "--sglang-ib-device a,b --engine-group prefill-1:num_gpus=4,per_engine=4,role=prefill,hybrid=true"

@@ -60,7 +60,7 @@ def test_what_only_the_machine_knows_is_left_as_it_is(tmp_path: Path) -> None:
     text = 'D=$(date +%s)\npython3 train.py --save "$HOME/run $D" --k ${WANDB_KEY} $1\n'
     (launch,) = read(tmp_path, text).launches
     assert [quoted(word) for word in launch.argv] == [
-        *("--save", '"${HOME}/run $(date +%s)"', "--k", '"${WANDB_KEY}"', '"$1"'),
+        *("--save", '"${HOME}/run $(date +%s)"', "--k", '"${WANDB_KEY}"', '"$1"')
     ]
     assert left_parts(launch.argv[1]) == ["${HOME}", "$(date +%s)"]
     assert argv(tmp_path, text, HOME="/h", **{"1": "one"})[1::3] == ["/h/run $(date +%s)", "one"]

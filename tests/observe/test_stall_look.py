@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.base import process
 from fusionrl.base.process import answers_with_stacks, ask_for_stacks
-from fusionrl.observe.stalls import ProcessState, look
+from fusionrl.observe.stalls import ProcessState, look, read_stacks
 from tests.own_process import wait_until
 
 ANSWERING = "from fusionrl.base.process import answer_with_stacks; answer_with_stacks()\n"
@@ -75,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def _functions(one: ProcessState) -> list[str]:
-    return [frame.function for thread in one.threads for frame in thread.frames]
+    return [frame.function for thread in read_stacks(one.stacks) for frame in thread.frames]
 
 
 def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tmp_path: Path) -> None:

@@ -236,10 +236,7 @@ def _read_parity(setting: Setting, code: int, output: str) -> Figures:
 
 
 _COLOCATED = ("--colocate",)
-_RECOMPUTED = (
-    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-    *("--recompute-num-layers", "1"),
-)
+_RECOMPUTED = (*("--recompute-granularity", "full", "--recompute-method", "uniform"), *("--recompute-num-layers", "1"))
 _IN_TORCH = ("--sglang-mm-attention-backend=sdpa",)  # heads of the tiny tower are narrow, too
 _NEXTN = (
     *("--sglang-speculative-algorithm=NEXTN", "--sglang-speculative-num-steps=1"),
@@ -360,13 +357,7 @@ STAGES = (
     Stage("hashes", ("hashes of tensors on a GPU",), _pytest("tests/weights/test_checksums.py"), _read_pytest),
     Stage("refusal", ("an engine that refuses",), _refusal, _read_refusal, num_gpus=2),
     Stage("parity", ("layouts over NCCL",), _parity, _read_parity, num_gpus=2),
-    Stage(
-        "step",
-        ("one GRPO step against TRL",),
-        _step,
-        _read_step,
-        packages=("trl",),
-    ),
+    Stage("step", ("one GRPO step against TRL",), _step, _read_step, packages=("trl",)),
 )
 
 

@@ -8,8 +8,8 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, Line, read_lines
 from fusionrl.observe.show import find_run, parse_steps
@@ -24,15 +24,11 @@ _OTHER_US = 20_000  # per step, for the driver's work between phases, which does
 _WALL_US = 50_000  # for setting the wall clock right
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A metric with the phases of the driver that take as long; with `is_within` they may take longer.
-
-    fact  of a span: the step, or the version that is pushed
-    """
+class Comparison(NamedTuple):
+    """A metric with the phases of the driver that take as long; with `is_within` they may take longer."""
 
     names: tuple[str, ...]
-    fact: str
+    fact: str  # of a span: the step, or the version that is pushed
     metric: str
     is_within: bool = True
 
@@ -90,9 +86,8 @@ def _of_phases(recorded: RunRecord, compared: Comparison, seconds: Mapping[int, 
     spans, name = _by_fact(recorded, compared.names, compared.fact), compared.names[0]
     if missing := [number for number in seconds if number not in spans]:
         numbers = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
-        yield (
-            f"`{name}` of {compared.fact} {numbers} is not in the record, and {METRICS_FILE} has its {compared.metric}"
-        )
+        absent = f"`{name}` of {compared.fact} {numbers} is not in the record"
+        yield f"{absent}, and {METRICS_FILE} has its {compared.metric}"
     ended = [number for number in seconds if number in spans and not any(span.is_open for span in spans[number])]
     here = sum(span.duration for number in ended for span in spans[number])
     there = 1e6 * sum(seconds[number] for number in ended)
@@ -158,12 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FILE", help=f"the file to write; default: {TRACE_FILE} in the run's folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="of a resumed run; default: the last")
     parser.add_argument("--steps", metavar="A-B", help="these steps only, in the file; default: all")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=64,
-        metavar="N",
-        help="the N longest samples of each step, and all that were aborted; default: 64",
-    )
+    samples = "the N longest samples of each step, and all that were aborted; default: 64"
+    parser.add_argument("--samples", type=int, default=64, metavar="N", help=samples)
     parser.add_argument("--check", action="store_true", help="check the record: clocks, times against metrics.jsonl")
     return parser

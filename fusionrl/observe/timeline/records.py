@@ -6,6 +6,7 @@ the offset of then, between those that the driver measured before and after; wit
 """
 
 import bisect
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ Facts = dict[str, object]
 
 @dataclass
 class Span:
-    """A span of a process. `is_open`: it had not ended when the record did; it ends there."""
+    """A span of a process."""
 
     process: str
     lane: str
@@ -33,7 +34,7 @@ class Span:
     start: int
     end: int
     facts: Facts = field(default_factory=dict)
-    is_open: bool = False
+    is_open: bool = False  # it had not ended when the record did; it ends there
 
     @property
     def duration(self) -> int:
@@ -59,17 +60,12 @@ class Counter:
 
 @dataclass
 class Machine:
-    """A process's machine.
-
-    error_us       the most by which its times may be wrong; None: not measured
-    utc_offset_s   of the local time, in which its logs are
-    wall_start_ns  what its wall clock said when the attempt began
-    """
+    """A process's machine."""
 
     host: str
-    error_us: float | None
-    utc_offset_s: int
-    wall_start_ns: int
+    error_us: float | None  # the most by which its times may be wrong; None: not measured
+    utc_offset_s: int  # of the local time, in which its logs are
+    wall_start_ns: int  # what its wall clock said when the attempt began
 
 
 @dataclass
@@ -109,26 +105,17 @@ class RunRecord:
 
 
 def attempts(run: Path) -> list[int]:
-    """Return the attempts of a run that have a record.
-
-    Raises:
-        ValueError: none has.
-    """
-    numbers = sorted(_files(run))
-    if not numbers:
-        raise ValueError(
-            f"{run} has no {FOLDER}/ with records: its run has not started, it is not a run folder, or an older version"
-            " of fusionrl made it"
-        )
-    return numbers
+    """Return the attempts of a run that have a record; ValueError if none has."""
+    if numbers := sorted(_files(run)):
+        return numbers
+    raise ValueError(
+        f"{run} has no {FOLDER}/ with records: its run has not started, it is not a run folder, or an older version of"
+        " fusionrl made it"
+    )
 
 
 def read_attempt(run: Path, attempt: int) -> RunRecord:
-    """Read the record of one attempt.
-
-    Raises:
-        ValueError: the driver has none.
-    """
+    """Read the record of one attempt; ValueError if the driver has none."""
     files = _files(run).get(attempt, {})
     if DRIVER not in files:
         raise ValueError(f"{run}/{FOLDER} has no record of the driver for attempt {attempt}: the file is gone")
@@ -296,10 +283,11 @@ def steps_of(run: Path, recorded: RunRecord) -> dict[int, list[SampleCourse]]:
             courses_by_step[0].append(course)
             continue
         index = course.facts.get("index")
-        step = step_of_index.get(index) if isinstance(index, int) else None
+        step: object = step_of_index.get(index) if isinstance(index, int) else None
         if step is None and not step_of_index:
-            step = next((_step(rollout) for rollout in rollouts if rollout.start <= course.end <= rollout.end), None)
-        courses_by_step[step or 0].append(course)
+            around = (rollout for rollout in rollouts if rollout.start <= course.end <= rollout.end)
+            step = next((rollout.facts.get("step") for rollout in around), None)
+        courses_by_step[step if isinstance(step, int) else 0].append(course)
     return dict(courses_by_step)
 
 
@@ -314,32 +302,23 @@ def _indices(run: Path, attempt: int) -> dict[int, int]:
     return steps
 
 
-def _step(rollout: Span) -> int:
-    step = rollout.facts.get("step")
-    return step if isinstance(step, int) else 0
-
-
 def detailed(part: Span) -> list[Span]:
     """Return a part, and for a turn whose engine told its times: the queue, the prefill and the decode in it."""
-    facts = part.facts
-    if part.name != "turn":
-        return [part]
-    first = _micros(facts.get("first_token_s"))
-    took = min(_micros(facts.get("engine_s")), part.duration)
-    if not first or not took:
+
+    def micros(fact: str) -> int:
+        seconds = part.facts.get(fact)
+        return int(1e6 * seconds) if isinstance(seconds, int | float) else 0
+
+    first, took = micros("first_token_s"), min(micros("engine_s"), part.duration)
+    if part.name != "turn" or not first or not took:
         return [part]
     start = part.end - took
-    queue = min(_micros(facts.get("queue_s")), first)
-    bounds = [("queue", start, start + queue), ("prefill", start + queue, start + first)]
-    bounds.append(("decode", start + first, part.end))
-    inner = [Span(part.process, part.lane, name, begin, min(end, part.end)) for name, begin, end in bounds]
+    edges = (start, start + min(micros("queue_s"), first), start + first, part.end)
+    named = zip(("queue", "prefill", "decode"), itertools.pairwise(edges), strict=True)
+    inner = [Span(part.process, part.lane, name, begin, min(end, part.end)) for name, (begin, end) in named]
     return [part, *(span for span in inner if span.end > span.start)]
 
 
 def first_token(part: Span) -> int:
     """Return when a turn's first token came, as well as it is known: not before this."""
     return next((span.start for span in detailed(part) if span.name == "decode"), part.start)
-
-
-def _micros(seconds: object) -> int:
-    return int(1e6 * seconds) if isinstance(seconds, int | float) else 0

@@ -18,7 +18,7 @@ _WORK = ("train", "score", "score ahead", "prepare", "values", "process rewards"
 
 @dataclass(frozen=True)
 class Pool:
-    """The time of a pool of processes within the run's steps, in microseconds: busy, in a push, idle."""
+    """The time of a pool of processes within the run's steps, in microseconds; it is idle for the rest of `total`."""
 
     name: str
     busy: float
@@ -27,7 +27,6 @@ class Pool:
 
     @property
     def idle(self) -> float:
-        """Return the time in which the pool neither works nor gets weights, in the unit of the others."""
         return self.total - self.busy - self.push
 
 
@@ -162,19 +161,14 @@ _MOST_ROWS = 20
 
 @dataclass(frozen=True)
 class Step:
-    """A step in numbers; times in µs.
-
-    tail    from the end of most of its samples to that of the last
-    waited  the sample that ended last
-    bound   the part that the step's time went to, in words
-    """
+    """A step in numbers; times in µs."""
 
     number: int
     wall: int
     shares: Mapping[str, int]
-    tail: int
-    waited: SampleCourse | None
-    bound: str
+    tail: int  # from the end of most of its samples to that of the last
+    waited: SampleCourse | None  # the sample that ended last
+    bound: str  # the part that the step's time went to, in words
 
 
 def summarize_steps(recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCourse]]) -> list[Step]:
@@ -186,19 +180,13 @@ def summarize_steps(recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCo
             shares = driver_shares(recorded, span.start, span.end)
             generations = recorded.of(DRIVER, "generate")
             waiting = next((phase for phase in generations if span.start <= phase.start <= phase.end <= span.end), None)
-            waited, tail = _waited_for(by_step.get(number, ()), waiting)
+            waited, tail = None, 0
+            if waiting is not None and (ended := sorted(by_step.get(number, ()), key=lambda course: course.end)):
+                most = ended[min(len(ended) - 1, int(_TAIL * len(ended)))]
+                waited, tail = ended[-1], max(0, ended[-1].end - max(most.end, waiting.start))
             bound = _bound(recorded, span, shares, waited, tail)
             steps.append(Step(number, span.duration, shares, tail, waited, bound))
     return steps
-
-
-def _waited_for(courses: Sequence[SampleCourse], waiting: Span | None) -> tuple[SampleCourse | None, int]:
-    """The sample that ended last, and how long most others had ended by then."""
-    if not courses or waiting is None:
-        return None, 0
-    ended = sorted(courses, key=lambda course: course.end)
-    most = ended[min(len(ended) - 1, int(_TAIL * len(ended)))]
-    return ended[-1], max(0, ended[-1].end - max(most.end, waiting.start))
 
 
 def _bound(recorded: RunRecord, step: Span, shares: Mapping[str, int], waited: SampleCourse | None, tail: int) -> str:

@@ -27,8 +27,7 @@ Event = dict[str, object]
 T = TypeVar("T", Span, SampleCourse)
 SAMPLES = "samples"
 _UNFINISHED = ("aborted", "failed")
-Flow = list[tuple[Span, int]]
-"""An arrow: spans, each with the time within it at which the arrow passes."""
+Flow = list[tuple[Span, int]]  # an arrow: spans, each with the time within it at which the arrow passes
 
 
 @dataclass
@@ -86,12 +85,14 @@ def build(
     steps: range | None = None,
     num_samples: int = 64,
 ) -> Trace:
-    """Make the events of an attempt.
-
-    steps        None: all
-    num_samples  the longest of each step; and all that were aborted or failed
-    """
-    trace, window = Trace(), _window(recorded, steps)
+    """Make the events of an attempt, with the longest samples of each step, and all that were aborted or failed."""
+    trace, window = Trace(), (-(1 << 60), 1 << 60)
+    if steps is not None:
+        spans = [span for span in recorded.of(DRIVER, "step") if span.facts.get("step") in steps]
+        if not spans:
+            named = f"--steps {steps.start}-{steps.stop - 1}"
+            raise ValueError(f"{named}: the record of attempt {recorded.attempt} has none")
+        window = spans[0].start, spans[-1].end
     for process in (DRIVER, BUFFER):
         trace.pid(process)
     for process in recorded.processes():
@@ -106,7 +107,8 @@ def build(
         for thread, spans in read_trace(path, process, recorded).items():
             _add_tracks(trace, trace.pid(process), " ".join(filter(None, ("torch", rank, thread))), spans)
     courses_by_step = chosen_samples(by_step, steps, num_samples)
-    _add_samples(trace, courses_by_step)
+    if any(courses_by_step.values()):
+        _add_samples(trace, courses_by_step)
     for counter in recorded.counters:
         if window[0] <= counter.time <= window[1]:
             trace.counter(counter.process, counter.name, counter.time, counter.values)
@@ -140,15 +142,6 @@ def chosen_samples(
     return chosen
 
 
-def _window(recorded: RunRecord, steps: range | None) -> tuple[int, int]:
-    if steps is None:
-        return -(1 << 60), 1 << 60
-    spans = [span for span in recorded.of(DRIVER, "step") if span.facts.get("step") in steps]
-    if not spans:
-        raise ValueError(f"--steps {steps.start}-{steps.stop - 1}: the record of attempt {recorded.attempt} has none")
-    return spans[0].start, spans[-1].end
-
-
 def _overlaps(span: Span, window: tuple[int, int]) -> bool:
     return span.end >= window[0] and span.start <= window[1]
 
@@ -163,8 +156,6 @@ def _add_tracks(trace: Trace, pid: int, name: str, spans: Iterable[Span]) -> Non
 
 def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[SampleCourse]]) -> None:
     """Samples on as few tracks as it takes; each with its parts in it."""
-    if not any(courses_by_step.values()):
-        return
     pid = trace.pid(SAMPLES)
     step_of = {id(course): step for step, courses in courses_by_step.items() for course in courses}
     everyone = [course for courses in courses_by_step.values() for course in courses]
@@ -172,9 +163,7 @@ def _add_samples(trace: Trace, courses_by_step: Mapping[int, Sequence[SampleCour
     for number, placed in enumerate(divide(everyone, may_nest=False)):
         tid = trace.tid(pid, f"samples {number + 1}")
         for course in placed:
-            name = f"sample {course.facts.get('index', '?')}"
-            if course.facts.get("evaluation"):
-                name = f"evaluation, {name}"
+            name = f"{'evaluation, ' if course.facts.get('evaluation') else ''}sample {course.facts.get('index', '?')}"
             facts = {"step": step_of[id(course)]} | course.facts
             trace.span(Span(SAMPLES, "", name, course.start, course.end, facts), pid, tid)
             main_lane, *further_lanes = divide(course.parts) or [[]]

@@ -42,35 +42,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--html", metavar="FILE", help=f"the file to write; default: {PAGE_FILE} in the run's folder")
     parser.add_argument("--steps", metavar="A-B", help="samples of these steps only; default: of all, as room allows")
     parser.add_argument("--mb", type=float, metavar="N", help=f"most megabytes of the file; default {_MB}")
-    parser.add_argument(
-        "--tokenizer", metavar="FOLDER", help="folder with a tokenizer.json; default: --hf-checkpoint of the run"
-    )
-    parser.add_argument(
-        "--serve",
-        metavar="PORT",
-        nargs="?",
-        type=int,
-        const=0,
-        help="show the page from this machine until Ctrl-C: always the newest state, and all samples; default: a free"
-        " port",
-    )
+    tokenizer = "folder with a tokenizer.json; default: --hf-checkpoint of the run"
+    parser.add_argument("--tokenizer", metavar="FOLDER", help=tokenizer)
+    serve = "show the page from this machine until Ctrl-C: the newest state, and all samples; default: a free port"
+    parser.add_argument("--serve", metavar="PORT", nargs="?", type=int, const=0, help=serve)
     terminal = parser.add_argument_group("one sample in the terminal")
     terminal.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
     terminal.add_argument("--sample", type=int, metavar="I", help="its index; default: the first")
     terminal.add_argument("--eval", metavar="NAME", help="of the evaluation set NAME")
-    terminal.add_argument(
-        "--by", choices=list(COLUMNS), help="colours; default: mismatch, or mask where no engine sampled"
-    )
+    by = "colours; default: mismatch, or mask where no engine sampled"
+    terminal.add_argument("--by", choices=list(COLUMNS), help=by)
     return parser
 
 
 def _check_mode(options: argparse.Namespace) -> bool:
     """Return whether the user selects one sample; raise ValueError for a flag that its mode does not have."""
-    is_set = {
-        name
-        for name in ("html", "steps", "mb", "serve", "step", "sample", "eval", "by")
-        if getattr(options, name) is not None
-    }
+    names = ("html", "steps", "mb", "serve", "step", "sample", "eval", "by")
+    is_set = {name for name in names if getattr(options, name) is not None}
     terminal = is_set & {"step", "sample", "eval"}
     if terminal:
         unused, mode = is_set & {"html", "steps", "mb", "serve"}, f"--{min(terminal)}, which prints one sample"
@@ -251,11 +239,9 @@ def _table(row: Mapping[str, object], texts: Sequence[str], values: Sequence[Num
     columns = {name: column_of(row, name) for name in names}
     columns_shown = [name for name in names if any(columns[name][i] is not None for i in places)]
     lines = [["token", *columns_shown, "text"]]
-    lines += [[str(i), *(_number(columns[name][i]) for name in columns_shown), repr(texts[i])] for i in places]
+    for i in places:
+        numbers = [columns[name][i] for name in columns_shown]
+        lines.append([str(i), *("" if value is None else f"{value:.4g}" for value in numbers), repr(texts[i])])
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns_shown) + 1)]
     for line in lines:
         yield "  " + "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=False)) + f"  {line[-1]}"
-
-
-def _number(value: Number) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -85,20 +85,13 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class Series:
-    """Metrics by step.
+    """Metrics by step, under their names."""
 
-    steps      in order
-    values     name → a value for each of `steps`, None where there is none
-    nonfinite  name → places in `steps` at which it was NaN or infinite
-    spikes     name → places at which it jumps, the largest jump first
-    num_left_out  steps of the run that are not in `steps`
-    """
-
-    steps: list[int] = field(default_factory=list)
-    values: dict[str, list[Number]] = field(default_factory=dict)
-    nonfinite: dict[str, list[int]] = field(default_factory=dict)
-    spikes: dict[str, list[int]] = field(default_factory=dict)
-    num_left_out: int = 0
+    steps: list[int] = field(default_factory=list)  # in order
+    values: dict[str, list[Number]] = field(default_factory=dict)  # one for each of `steps`, None where there is none
+    nonfinite: dict[str, list[int]] = field(default_factory=dict)  # places in `steps` at which it was NaN or infinite
+    spikes: dict[str, list[int]] = field(default_factory=dict)  # places at which it jumps, the largest jump first
+    num_left_out: int = 0  # steps of the run that are not in `steps`
 
 
 def read_rows(run: Path) -> Rows:
@@ -173,14 +166,10 @@ class NoRoomError(ValueError):
 
 @dataclass(frozen=True)
 class RunBlock:
-    """A run as the page carries it.
+    """A run as the page carries it."""
 
-    facts    metrics, files and settings, as JSON can hold them
-    blocks   name of a block → packed samples of a file
-    """
-
-    facts: dict[str, Any]
-    blocks: dict[str, str]
+    facts: dict[str, Any]  # metrics, files and settings, as JSON can hold them
+    blocks: dict[str, str]  # name of a block → packed samples of a file
 
     def size(self) -> int:
         return len(pack(self.facts)) + sum(len(text) for text in self.blocks.values())
@@ -270,8 +259,8 @@ def _build(
 
 
 def choose_files(files: Sequence[RolloutFile], series: Series, most: int) -> set[RolloutFile]:
-    """Choose the files whose samples the page has: all, or the last one, the first, half of the rest at steps where
-    metrics jump, and the others evenly over the run."""
+    """Choose the files whose samples the page has: all, or the last, the first, those of steps where metrics jump (half
+    of the rest), and others evenly over the run."""
     if len(files) <= most:
         return set(files)
     chosen = dict.fromkeys([files[-1], files[0]][:most])
@@ -299,16 +288,9 @@ def metrics_of(run: Path) -> tuple[dict[str, object], list[str]]:
 def _facts(run: Path, series: Series, files: Sequence[RolloutFile]) -> dict[str, object]:
     if not series.steps and not files:
         raise ValueError(f"{run} has neither metrics nor samples: no step is finished yet, or it is not a run folder")
-    config = last_config(run) or {}
-    return {
-        "name": run.resolve().name,
-        "path": str(run),
-        "config": config,
-        "steps": series.steps,
-        "metrics": series.values,
-        "nonfinite": series.nonfinite,
-        "spikes": series.spikes,
-    }
+    facts: dict[str, object] = {"name": run.resolve().name, "path": str(run), "config": last_config(run) or {}}
+    facts |= {"steps": series.steps, "metrics": series.values}
+    return facts | {"nonfinite": series.nonfinite, "spikes": series.spikes}
 
 
 def vocabulary_of(run: Path, folder: str) -> Vocabulary | None:
@@ -317,17 +299,15 @@ def vocabulary_of(run: Path, folder: str) -> Vocabulary | None:
     Raises:
         ValueError: the folder that was named has none.
     """
-    if folder:
-        vocabulary = Vocabulary.read(Path(folder) / "tokenizer.json")
-        if vocabulary is None:
-            raise ValueError(
-                f"--tokenizer {folder}: {Path(folder) / 'tokenizer.json'} is missing or no tokenizer's; name a folder"
-                " with a tokenizer.json"
-            )
-        return vocabulary
     model = (last_config(run) or {}).get("model")
-    folder = str(model.get("hf_checkpoint") or "") if isinstance(model, dict) else ""
-    return Vocabulary.read(Path(folder) / "tokenizer.json") if folder else None
+    of_run = str(model.get("hf_checkpoint") or "") if isinstance(model, dict) else ""
+    file = Path(folder or of_run) / "tokenizer.json"
+    vocabulary = Vocabulary.read(file) if folder or of_run else None
+    if folder and vocabulary is None:
+        raise ValueError(
+            f"--tokenizer {folder}: {file} is missing or no tokenizer's; name a folder with a tokenizer.json"
+        )
+    return vocabulary
 
 
 def _left_out(series: Series, files: list[dict[str, Any]]) -> Iterator[str]:

@@ -91,18 +91,12 @@ _MOST_MISSES = 8  # samples that have no room; what comes after them is not even
 
 @dataclass(frozen=True)
 class StepBlock:
-    """A packed file.
+    """A packed file."""
 
-    text         in base64; None where there was no room even for the numbers
-    facts        what the table of steps shows of it; "kept": samples with texts and tokens
-    token_ids    of the kept samples
-    prompts      (number of a prompt, line of the first sample) of each group that is kept
-    """
-
-    text: str | None
-    facts: dict[str, Any]
-    token_ids: set[int]
-    prompts: list[tuple[int, int]]
+    text: str | None  # in base64; None where there was no room even for the numbers
+    facts: dict[str, Any]  # what the table of steps shows of it; "kept": samples with texts and tokens
+    token_ids: set[int]  # of the kept samples
+    prompts: list[tuple[int, int]]  # (number of a prompt, line of the first sample) of each group that is kept
 
 
 def build_block(samples: Samples, room: int, numbers: dict[str, int]) -> StepBlock:
@@ -240,13 +234,8 @@ def page_row(row: dict[str, object], trained: dict[str, object], length: int) ->
     tokens, mask, version, engine (log-prob), gap (log-prob of the trainer less that of the engine), entropy, advantage.
     """
     tokens = _token_ids(row.get("tokens"))
-    fields: dict[str, object] = {
-        "prompt": _cut(row.get("prompt")),
-        "response": _cut(row.get("response")),
-        "label": _cut(row.get("label")),
-        "num_tokens": length,
-        "is_removed": bool(row.get("remove_sample")),
-    }
+    fields: dict[str, object] = {name: _cut(row.get(name)) for name in ("prompt", "response", "label")}
+    fields |= {"num_tokens": length, "is_removed": bool(row.get("remove_sample"))}
     if images := images_of_row(row):
         fields["images"] = [image["key"] for image in images]
     for name in ("messages", "metadata", "reward"):

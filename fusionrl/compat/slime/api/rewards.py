@@ -42,11 +42,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: object) -> dict
 
     payload = {
         "input_ids": sample.tokens,
-        "sampling_params": {
-            "temperature": args.rollout_temperature,
-            "max_new_tokens": 0,
-            "skip_special_tokens": False,
-        },
+        "sampling_params": {"temperature": args.rollout_temperature, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         "logprob_start_len": 0,
     }
