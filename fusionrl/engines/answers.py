@@ -198,7 +198,7 @@ def score(answer: object, field: str = "embedding") -> float:
     return float(value)
 
 
-def _packed(values: list[Any], code: str, dtype: type) -> np.ndarray:
+def _packed(values: Sequence[object], code: str, dtype: type) -> np.ndarray:
     """[n] of `struct`'s type `code`, which takes nothing but numbers, true and false (struct.error), and none that are
     too large (OverflowError): numpy reads text, and makes NaN of null. It also takes half as long as numpy or `array`.
     """
@@ -209,7 +209,7 @@ def _packed(values: list[Any], code: str, dtype: type) -> np.ndarray:
 
 def _has_bool(values: Sequence[object], places: np.ndarray) -> bool:
     """Return whether one of the values at `places` (bool [n]) is true or false, which JSON tells from 1 and 0."""
-    return any(type(values[place]) is bool for place in np.flatnonzero(places).tolist())
+    return bool in map(type, map(values.__getitem__, np.flatnonzero(places).tolist()))
 
 
 def _shown(value: object) -> str:

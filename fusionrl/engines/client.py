@@ -125,10 +125,10 @@ class GenerateClient:
         if params.get("n", 1) != 1:
             raise ValueError("sampling_params.n must be 1: send one request a sample")
         self._check_tokens(payload)
-        is_continuable = all(name in _CONTINUABLE for name, value in params.items() if value)
-        if self._stream_responses and payload.get("input_ids") is not None and is_continuable:
+        reads_ids = payload.get("input_ids") is not None
+        if self._stream_responses and reads_ids and all(name in _CONTINUABLE or not params[name] for name in params):
             return join([piece async for piece in self.stream(payload, routing_key)])
-        if routing_key is None and payload.get("input_ids") is not None and num_new_tokens(payload) <= _SHORT_TOKENS:
+        if routing_key is None and reads_ids and num_new_tokens(payload) <= _SHORT_TOKENS:
             return await self._merger.generate({"return_logprob": True, **payload})
         return (await self._request({"return_logprob": True, **payload}, None, routing_key))[0]
 

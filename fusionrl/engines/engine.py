@@ -186,9 +186,11 @@ class EngineControl:
             if error.status in (404, 405):
                 return None
             raise
-        ranks = as_list(as_object(answer, "/weights_checker")["ranks"], "ranks of /weights_checker")
-        checksums_by_rank = [as_object(as_object(rank, "a rank")["checksums"], "checksums of a rank") for rank in ranks]
-        return [{name: str(checksum) for name, checksum in checksums.items()} for checksums in checksums_by_rank]
+        checksums = []
+        for rank in as_list(as_object(answer, "/weights_checker")["ranks"], "ranks of /weights_checker"):
+            by_name = as_object(as_object(rank, "a rank")["checksums"], "checksums of a rank")
+            checksums.append(dict(zip(by_name, map(str, by_name.values()), strict=True)))
+        return checksums
 
     # ---- memory
 

@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
 
 from fusionrl.rewards.code_tests import (
     ASK,
@@ -214,7 +213,7 @@ def number_of(wire: object) -> int | float:
     raise NoNumbers
 
 
-def value_of(node: ast.expr, answers: Sequence[int | float]) -> Any:
+def value_of(node: ast.expr, answers: Sequence[int | float]) -> object:
     """The value of a test that `is_numeric`, by Python itself: it has nothing but operations on bounded numbers.
 
     Raises ArithmeticError, TypeError or ValueError, as Python does for these numbers.

@@ -147,28 +147,39 @@ rollout/reward_<part> | reward | Mean of one part of a weighted sum of rewards, 
 
 def lost_metrics() -> dict[str, float]:
     """Return how many samples got no reward since the last call, and why."""
+    metrics = {}
     with _lock:
-        metrics = {f"rollout/reward_{reason}": float(count) for reason, count in _lost.items()}
+        for reason, count in _lost.items():
+            metrics[f"rollout/reward_{reason}"] = float(count)
         _lost.clear()
     return metrics
 
 
 def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return means of the parts of a weighted sum, and samples with a program that failed, by reason."""
+    metrics: dict[str, float] = {}
     parts: dict[str, list[float]] = {}
-    for name, value in (item for graded in metadata_entries(samples, "rewards") for item in graded.items()):
-        if isinstance(value, float):
-            parts.setdefault(name, []).append(value)
-    entries = metadata_entries(samples, "code_failures")
-    failures = Counter(name for failed in entries for name in failed if name in REASONS)
-    means = {f"rollout/reward_{name}": math.fsum(values) / len(values) for name, values in parts.items()}
-    return means | {f"rollout/code_failed/{name}": float(count) for name, count in failures.items()}
+    for graded in metadata_entries(samples, "rewards"):
+        for name, value in graded.items():
+            if isinstance(value, float):
+                parts.setdefault(name, []).append(value)
+    for name, values in parts.items():
+        metrics[f"rollout/reward_{name}"] = math.fsum(values) / len(values)
+    for failed in metadata_entries(samples, "code_failures"):
+        for name in REASONS:
+            if name in failed:
+                metrics[f"rollout/code_failed/{name}"] = metrics.get(f"rollout/code_failed/{name}", 0.0) + 1
+    return metrics
 
 
 def metadata_entries(samples: Sequence[Sample], name: str) -> list[dict[str, object]]:
     """The dictionaries of this name in samples' metadata; a user's data may have another column of that name."""
-    values = ((sample.metadata or {}).get(name) for sample in samples)
-    return [value for value in values if isinstance(value, dict)]
+    entries = []
+    for sample in samples:
+        value = (sample.metadata or {}).get(name)
+        if isinstance(value, dict):
+            entries.append(value)
+    return entries
 
 
 @functools.cache

@@ -145,7 +145,7 @@ def parse_rm_type(rm_type: str) -> dict[str, Part]:
     """
     parts: dict[str, Part] = {}
     for term in re.split(r"\+(?=\s*[a-z_])", rm_type):
-        written, colon, weight = (piece.strip() for piece in term.partition(":"))
+        written, colon, weight = map(str.strip, term.partition(":"))
         name = written.removeprefix("boxed_")
         if name not in RM_TYPES and written != MODEL:
             from fusionrl.config.aliases import value_hint  # reads its tables
@@ -198,14 +198,18 @@ def rm_type_errors(rm_type: str, rm_model: str | None, reward_key: str | None, k
         parts = parse_rm_type(rm_type)
     except ValueError as error:
         return [str(error)]
-    names = {part.name for part in parts.values()}
-    errors = sorted({f"{rm_type}: {problem}" for name in names - {MODEL} if (problem := reward_of(name).missing())})
-    if MODEL in names and rm_model is None:
-        errors.append(f"{rm_type} needs --rm-model: the Hugging Face folder of the reward model")
-    key = reward_of(next(iter(names))).dict_key if _is_single(rm_type) and MODEL not in names else None
-    if key is not None and reward_key is None:
-        errors.append(f"{rm_type} gives a dict; choose a number of it, {key_flag} {key}")
-    return errors
+    errors: dict[str, None] = {}  # each once
+    for part in parts.values():
+        if part.name == MODEL:
+            if rm_model is None:
+                errors[f"{rm_type} needs --rm-model: the Hugging Face folder of the reward model"] = None
+            continue
+        reward = reward_of(part.name)
+        if problem := reward.missing():
+            errors[f"{rm_type}: {problem}"] = None
+        if reward.dict_key is not None and reward_key is None and _is_single(rm_type):
+            errors[f"{rm_type} gives a dict; choose a number of it, {key_flag} {reward.dict_key}"] = None
+    return list(errors)
 
 
 def _is_single(rm_type: str) -> bool:
@@ -279,7 +283,10 @@ class LabelCheck:
             parts = parse_rm_type(str(rm_type))
         except ValueError as error:  # a wrong --rm-type is reported elsewhere
             return LabelProblem(name, str(error), False, self.is_warning) if row_rm_type else None
-        for reward in (reward_of(part.name) for part in parts.values() if part.name != MODEL):
+        for part in parts.values():
+            if part.name == MODEL:
+                continue
+            reward = reward_of(part.name)
             if reward.check is None or (reward.is_slow_to_check and self.budget_s <= 0):
                 continue
             since = time.monotonic()
