@@ -106,14 +106,11 @@ class Router:
         if self._args.get("pd_disaggregation"):
             payload |= _half_of_pair(url, api_key)
         self._call("POST", "/workers", payload)
-
-        def is_healthy() -> bool:
-            for worker in self.workers():
-                if worker["url"] == url and worker["is_healthy"]:
-                    return True
-            return False
-
-        process.wait_until(is_healthy, timeout_s, f"registration of {url} with the router at {self.url}")
+        process.wait_until(
+            lambda: any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()),
+            timeout_s,
+            f"registration of {url} with the router at {self.url}",
+        )
 
     def remove_worker(self, url: str, timeout_s: float = 30.0) -> None:
         """Take an engine out and wait until the router no longer lists it, if it does."""
