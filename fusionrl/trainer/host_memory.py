@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.base.process import give_freed_back
-from fusionrl.models.hf_io import local_tensors
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.memory.states import BLOCK
-from fusionrl.trainer.model import Trained
 
 if TYPE_CHECKING:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+    from fusionrl.trainer.model import Trained
 
 
 def _pinned(num_bytes: int) -> Tensor:
@@ -93,6 +93,8 @@ class WeightSet:
     @classmethod
     def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> WeightSet:
         """The weights that the model has now."""
+        from fusionrl.models.hf_io import local_tensors
+
         return cls((tensor, tensor) for _, _, tensor in local_tensors(chunks, shape))
 
     def rebind(self, tensors: Iterable[Tensor]) -> WeightSet:
