@@ -210,12 +210,6 @@ def test_bad_rows_hide_no_long_one(bad: object, errors: Errors, write_rows: Rows
     one(errors(mode="sft", input_key="q", label_key="a", prompt_data=data), "line 2: it has 2049 tokens")
 
 
-def test_bad_prompts_hide_no_long_one(errors: Errors, write_rows: Rows) -> None:
-    bad = ["[", {"p": "x"}, {"q": 3}, {"q": [{"role": "user"}]}, {"q": "\ud800" * 3000}]
-    data = write_rows([*bad, {"q": [{"role": "user", "content": "x" * 1025}]}, *bad])
-    one(errors(prompt_data=data, input_key="q", apply_chat_template=True), "line 6: a prompt of ")
-
-
 @pytest.mark.timed
 def test_many_rows_take_seconds(errors: Errors, tmp_path: Path) -> None:
     """Short ones are never tokenized, and of long ones only the longest."""

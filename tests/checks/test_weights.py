@@ -97,19 +97,12 @@ def test_files_that_save_hf_will_read_are_there_before_the_start(folders: Folder
 # Of each family a key of config.json, another value, and the first tensor that has it.
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": 16, "head_dim": 8}, "model.embed_tokens.weight"),
-    ("llama", {"vocab_size": 121}, "model.embed_tokens.weight"),
-    ("qwen2", {"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight"),
     ("qwen3", {"num_key_value_heads": 4}, "model.layers.0.self_attn.k_proj.weight"),
-    ("qwen3", {"head_dim": 8}, "model.layers.0.self_attn.q_proj.weight"),
     ("glm4", {"num_attention_heads": 8}, "model.layers.0.self_attn.q_proj.weight"),
-    ("qwen2_moe", {"num_experts": 8}, "model.layers.1.mlp.gate.weight"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 24}, "model.layers.1.mlp.shared_expert.gate_proj.weight"),
     ("qwen3_moe", {"moe_intermediate_size": 40}, "model.layers.0.mlp.experts.0.gate_proj.weight"),
-    ("mixtral", {"num_local_experts": 2}, "model.layers.0.block_sparse_moe.gate.weight"),
-    ("glm4_moe", {"n_routed_experts": 4}, "model.layers.1.mlp.gate.weight"),
     ("deepseek_v2", {"kv_lora_rank": 16}, "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
     ("deepseek_v3", {"q_lora_rank": 16}, "model.layers.0.self_attn.q_a_proj.weight"),
-    ("deepseek_v3", {"v_head_dim": 4}, "model.layers.0.self_attn.kv_b_proj.weight"),
 ]
 
 
@@ -224,15 +217,6 @@ def test_files_without_an_index(folders: Folders, tmp_path: Path) -> None:
     rewrite_header(folder, lambda header: {name.replace("q_proj", "wq"): entry for name, entry in header.items()})
     (error, *_) = found(folder)
     assert "self_attn.q_proj.weight and 1 more are in none of its files" in error
-
-
-def test_a_header_without_sizes_is_damaged(folders: Folders, tmp_path: Path) -> None:
-    from fusionrl.models.hf_folder import stored_tensors
-
-    folder = shutil.copytree(folders("llama", False), tmp_path / "model")
-    rewrite_header(folder, lambda header: {n: entry | {"shape": "2x2"} for n, entry in header.items() if n[0] != "_"})
-    with pytest.raises(ValueError, match="malformed safetensors header"):
-        stored_tensors(folder)
 
 
 def test_it_is_told_with_all_other_mistakes(tiny_model: Path, tmp_path: Path) -> None:

@@ -58,24 +58,6 @@ def test_a_tokenizer_needs_no_models_and_models_come_when_they_are_asked_for(tin
     _run(_LIGHT + _IMPORT + _NO_MODELS + _MODELS, tiny_model)
 
 
-def test_transformers_may_have_been_imported_before(tiny_model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    tokenizer.import_auto_tokenizer()
-    loaded = tokenizer.load_tokenizer.__wrapped__(str(tiny_model))
-    assert loaded.decode(loaded("12")["input_ids"]) == "12"
-    assert AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size == 512
-
-
-def test_a_transformers_that_takes_other_names_is_imported_as_usual(tiny_model: Path) -> None:
-    other = """
-import fusionrl.data.tokenizer as light
-light._CALLED = {"transformers.generation.logits_process": ()}
-"""
-    real = "from transformers.generation.logits_process import WatermarkLogitsProcessor"
-    _run(_LIGHT + other + _IMPORT + real, tiny_model)
-
-
 def test_two_threads_that_leave_torch_out_put_the_usual_function_back(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType(tokenizer._CONFIG)
     vars(module)["is_torch_available"] = usual = lambda: True

@@ -95,14 +95,3 @@ def test_the_loss_is_the_papers_at_every_split(kind: str, dp_size: int, micro_ba
     want = PAPERS[kind](samples, token_losses(samples))
     assert abs(want) > 1e-3
     assert loss_by_shards(samples, kind, dp_size, micro_batch_size) == pytest.approx(want, rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["sequence_mean", "constant"])
-def test_a_filter_that_removes_more_does_not_enlarge_the_others_part(kind: str) -> None:
-    """The loss of what stays is the same as if the removed samples had had an advantage of 0."""
-    removed = set(range(0, 60, 5))
-    kept = rollout(removed, set(), set())
-    whole = rollout(set(), set(), set())
-    losses = [np.zeros_like(loss) if i in removed else loss for i, loss in enumerate(token_losses(whole))]
-    assert len(removed) == 12
-    assert loss_by_shards(kept, kind, 2, 4) == pytest.approx(PAPERS[kind](whole, losses), rel=1e-9)

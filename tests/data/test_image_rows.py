@@ -18,14 +18,13 @@ from PIL import Image, ImageDraw
 
 from fusionrl.checks.data import DataCheck
 from fusionrl.cli import data as data_command
-from fusionrl.data import image_rows
 from fusionrl.data.columns import ImageColumn, PromptColumns
 from fusionrl.data.image_store import IMAGES
-from fusionrl.data.images import ImageRef, collapsed, normal_form
+from fusionrl.data.images import collapsed, normal_form
 from fusionrl.data.processor import as_ref
 from fusionrl.data.prompts import load_conversations, load_prompts
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import add_images, adopt_images, images_of, prompt_of, set_images
+from fusionrl.data.sample_images import add_images, adopt_images, images_of, prompt_of
 from fusionrl.data.sample_json import images_in, pack_sample, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.generate import clear_response, prompt_tokens
@@ -319,22 +318,6 @@ def test_pixels_that_a_hook_sets(sample: Sample) -> None:
         adopt_images(Sample(tokens=[1], multimodal_train_inputs=train), IMAGES.processor)
 
 
-def test_reading_images_changes_nothing(sample: Sample) -> None:
-    """Also where the sample shows fewer of its row's images, or others."""
-    spans = sample.image_spans
-    for noted in (spans, spans[:1], spans[1:]):
-        seen = copy.deepcopy(sample)
-        assert len(given(seen)) == 2
-        seen.image_spans = noted
-        if noted is not spans:
-            tokens, (first, image) = np.asarray(seen.array("tokens")), spans[0] if noted[0] is spans[1] else spans[1]
-            tokens[first : first + image.num_tokens] = 7
-            seen.tokens = tokens
-        assert keys_of(seen) == [image.key for _, image in noted]
-        seen.pack()
-        assert vars(seen)["multimodal_inputs"] is None
-
-
 def test_a_tool_s_file_is_copied(sample: Sample, tmp_path: Path) -> None:
     (tmp_path / "crop.png").write_bytes(png(9))
     ref = as_ref(str(tmp_path / "crop.png"), IMAGES.processor)
@@ -415,21 +398,6 @@ def test_another_prompt_keeps_the_images(sample: Sample, model: Path) -> None:
         again.validate()
 
 
-def test_samples_of_a_prompt_have_images_of_their_own(sample: Sample) -> None:
-    row = Sample(prompt=[{"role": "user", "content": "?"}])
-    set_images(row, images_of(sample))
-    again = prompt_of(row)
-    given(again).append(other(9))
-    assert (len(given(row)), len(given(again))) == (2, 3)
-    # Of a function that has made other tokens of the prompt: the places are not those of `prompt_tokens`.
-    ids = sample.prompt_tokens
-    assert ids is not None
-    sample.tokens = [7, *ids]
-    assert len(given(sample)) == len(keys_of(sample)) == 2 and sample.image_spans[0][0] == 1 + ids.tolist().index(IMAGE)
-    again = prompt_of(sample)
-    assert (again.prompt_tokens, len(given(again))) == (None, 2)
-
-
 # ------------------------------------------------------------------------------------------------ broken inputs
 _GOOD = {"problem": "See <image>", "answer": "1", "images": ["ok.png"]}
 
@@ -448,20 +416,15 @@ BROKEN: dict[str, tuple[Row, str]] = {
         "has more images than the prompt has placeholders (1 images, 0 placeholders",
     ),
     "url": ({"images": ["http://x.org/a.png"]}, "an image is a URL (image 1: http://x.org/a.png); download it first"),
-    "secure url": ({"images": ["https://x.org/a.png"]}, "an image is a URL"),
     "no file": ({"images": ["gone.png"]}, "gone.png': No such file or directory); relative paths begin in the folder"),
-    "a folder": ({"images": ["."]}, "the file of an image cannot be read"),
     "not an image": ({"images": ["text.png"]}, "it is not an image file of a known format (image 1)"),
-    "empty file": ({"images": ["empty.png"]}, "it is not an image file of a known format"),
     "cut off": ({"images": ["cut.png"]}, "the image cannot be"),
     "thin": ({"images": ["thin.png"]}, "one side of the image is over 200 times the other (image 1: 300 x 1 pixels)"),
     "no messages": ({"problem": ["a", "b"]}, "column 'problem' is neither text nor a list of messages"),
     "number": ({"images": [7]}, "the kind of an image is unknown (image 1: int 7)"),
-    "empty name": ({"images": [""]}, "the kind of an image is unknown"),
     "cut off late": ({"images": ["late.png"]}, "the image cannot be decoded (image 1: "),
     "base64": ({"images": [base64.b64encode(png(0)).decode()]}, "the file of an image cannot be read"),
     "bad uri": ({"images": ["data:image/png;base64,@@"]}, "an image is a data: URI that cannot be read"),
-    "uri without data": ({"images": ["data:image/png;base64"]}, "a data: URI that cannot be read (image 1: no comma"),
     "video part": (
         {"problem": _message({"type": "video", "video": "v.mp4"}, _TEXT)},
         "has a part of the type 'video'; on",
@@ -478,7 +441,6 @@ BROKEN: dict[str, tuple[Row, str]] = {
         {"problem": "<image> <|image_pad|>"},
         "column 'problem': a text holds <|image_pad|>, which means an image; write <image> for an image",
     ),
-    "placeholder in text": ({"problem": "<|image_pad|>", "images": None}, "a text holds <|image_pad|>"),
 }
 
 
@@ -503,17 +465,6 @@ def test_what_is_wrong_has_one_line(name: str, columns: PromptColumns, model: Pa
         return
     with pytest.raises(ValueError, match="line 2: "):
         load_prompts(path, load_tokenizer(str(model)), columns)
-
-
-def test_a_row_s_images_are_read_once(
-    columns: PromptColumns, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "ok.png").write_bytes(png(0))
-    path, read = write_lines(tmp_path, _GOOD), []
-    monkeypatch.setattr(image_rows, "image_file", lambda *of, usual=image_rows.image_file: read.append(1) or usual(*of))
-    load_prompts(path, load_tokenizer(str(model)), columns)
-    DataCheck(columns, load_tokenizer(str(model))).problems(str(path))
-    assert len(read) == 2
 
 
 def test_a_template_without_images(columns: PromptColumns, model: Path, tmp_path: Path) -> None:
@@ -565,17 +516,3 @@ def test_the_command_and_its_flags(model: Path, tmp_path: Path, capsys: pytest.C
     ):
         code, text = check(*more)
         assert code == 2 and wanted in text, text
-
-
-def test_a_reference_is_no_copy(sample: Sample) -> None:
-    """Rule R9: siblings share the reference, and the store has the pixels once."""
-    group = [copy.deepcopy(sample) for _ in range(8)]
-    assert {id(image) for each in group for _, image in each.image_spans} == {
-        id(image) for _, image in sample.image_spans
-    }
-    before = IMAGES.num_bytes
-    for each in group:
-        for _, image in each.image_spans:
-            IMAGES.pixels(image)
-    assert IMAGES.num_bytes - before <= sum(image.height * image.width * 3 for _, image in sample.image_spans)
-    assert isinstance(group[0].image_spans[0][1], ImageRef)

@@ -64,15 +64,6 @@ def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Rows)
         load_prompts(data, tokenizer, PromptColumns("q", max_prompt_len=2))
 
 
-def test_a_bad_row_stops_the_reading_with_its_set_and_line(tokenizer: Any, write_rows: Rows) -> None:
-    data = write_rows([{"q": "x"}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match=f"--prompt-data {data}: line 3: column 'q' is missing"):
-        load_prompts(data, tokenizer, PromptColumns("q"))
-    data = write_rows([{"q": [{"role": "assistant", "content": "x"}]}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match=f"--prompt-data {data}: line 3: column 'q' is missing"):
-        load_conversations(data, PromptColumns("q"))
-
-
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "pyarrow.parquet"):

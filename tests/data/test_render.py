@@ -315,23 +315,6 @@ def test_arguments_that_a_template_quotes(value: str) -> None:
         render_messages(tokenizer_with(template.replace(".city", ".city[1:]")), [USER, call({"city": value})])
 
 
-@pytest.mark.parametrize("switch", ["/no_think", "/think"])
-def test_switches_of_thoughts_that_a_template_takes_out(switch: str) -> None:
-    """As Nemotron's and SmolLM3's templates do."""
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | replace('" + switch + "', '') | trim }}")
-    user = {"role": "user", "content": f"Weather {switch} in Oslo? {switch}"}
-    assert "Weather  in Oslo?<|im_end|>" in render_messages(tokenizer_with(template), [user]).text
-    with pytest.raises(ValueError, match="does not render 'content' of a message"):
-        render_messages(tokenizer_with(template.replace(f"'{switch}'", "'Oslo'")), [user])
-
-
-def test_the_refusal_is_that_of_the_spelling_which_loses_least() -> None:
-    """A template that wants parts and knows no tools refuses tools, and not what it was not asked with."""
-    template = "{% for m in messages %}" + EACH_PART + "{% endfor %}"
-    with pytest.raises(ValueError, match="does not render tools"):
-        render_messages(tokenizer_with(template), [USER], [{"name": "weather"}])
-
-
 def test_every_conversation_has_one_rendering_or_a_refusal_that_names_the_field(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

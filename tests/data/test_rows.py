@@ -1,6 +1,5 @@
 """What `--prompt-data` may name: files of each format, folders of Hugging Face data sets, and slices of them."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from fusionrl.data.columns import PromptColumns
 from fusionrl.data.prompts import load_prompts
 from fusionrl.data.row_checks import RowChecker
-from fusionrl.data.rows import DuplicateKey, PromptSet, parse_set, parse_sets, read_array, read_lines, read_rows
+from fusionrl.data.rows import PromptSet, parse_set, parse_sets, read_lines, read_rows
 
 # Five rows as split `train` in two shards, and rows 4 and 0 of them as `test`, by `save_to_disk` of datasets 5.2.0.
 SAVED = Path(__file__).parent / "saved_by_datasets"
@@ -71,14 +70,6 @@ def test_a_bad_line_outside_the_slice_is_not_read(write_rows: Rows) -> None:
         list(read_rows(f"{data}@[1:]"))
 
 
-def test_json_is_an_array_or_lines(tmp_path: Path, write_rows: Rows) -> None:
-    rows = [{"q": "x"}, {"q": "y"}]
-    array = tmp_path / "a.json"
-    array.write_text("\n " + json.dumps(rows, indent=2))
-    assert list(read_rows(array)) == [("row 1", rows[0]), ("row 2", rows[1])]
-    assert list(read_rows(write_rows(rows, "b.json"))) == [("line 1", rows[0]), ("line 2", rows[1])]
-
-
 def test_a_folder_of_datasets(tokenizer: Any) -> None:
     pytest.importorskip("pyarrow")
     wanted = [
@@ -108,19 +99,6 @@ def test_a_message_is_checked_as_a_whole_and_its_role_once() -> None:
     assert checker.findings({"q": [message | {"name": "me"}]}) == []
     (finding,) = checker.findings({"q": [{"role": "a\0", "content": "x"}]})
     assert "is not one word" in finding.cause
-
-
-@pytest.mark.parametrize(
-    "line", ['{"a": 1, "\\u0061": 2}', '{"a": "x\\":", "b": 2, "b": 3}', '{"a": {"b": 1, "b": 2}}']
-)
-def test_a_key_that_stands_twice_is_found_however_it_is_written(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text(f"{line}\n", encoding="utf-8")
-    ((_, found),) = read_lines(path)
-    assert isinstance(found, DuplicateKey)
-    path.write_text(f'[{{"a": 1}}, {line}, {{"a": 2}}]', encoding="utf-8")
-    first, bad, last = (row for _, row in read_array(path))
-    assert (first, last) == ({"a": 1}, {"a": 2}) and isinstance(bad, DuplicateKey), "reading goes on behind it"
 
 
 def test_numbers_stay_what_they_are(tmp_path: Path) -> None:

@@ -177,13 +177,6 @@ def packed_sample() -> Sample:
     return sample
 
 
-def test_what_a_hook_reads_are_lists_of_python_s_numbers() -> None:
-    sample = packed_sample()
-    assert sample.loss_mask == [1, 1] and sample.rollout_log_probs == [-0.5, -0.25]
-    assert json.dumps(sample.tokens + [9]) == "[5, 6, 7, 8, 9]", "an array would add 9 to each"
-    assert not Sample().tokens and Sample().loss_mask is None
-
-
 def test_what_is_appended_in_place_stays_and_is_packed() -> None:
     sample = packed_sample()
     sample.tokens.append(9)  # type: ignore[union-attr]
@@ -209,27 +202,6 @@ def test_a_list_that_a_hook_holds_grows_with_the_sample() -> None:
     assert sample.rollout_log_probs == [-0.5, -0.25, 0.0]
     sample.append_response_tokens(None, text=None, meta_info={"finish_reason": {"type": "length"}, "prompt_tokens": 4})
     assert sample.status == Status.TRUNCATED and sample.prefix_cache_info.total_prompt_tokens == 4
-
-
-def test_a_list_that_a_function_has_set_grows_in_its_own_variable() -> None:
-    """As slime's example of tool calls does: it begins with [], appends, and writes its own variable back."""
-    sample = Sample(tokens=[1, 2])
-    sample.loss_mask, sample.rollout_log_probs = [], []
-    masks, log_probs = sample.loss_mask, sample.rollout_log_probs
-    sample.append_response_tokens(tokens=[3, 4], log_probs=[-0.5, -1.0])
-    sample.append_response_tokens(tokens=[5], trainable=False)
-    assert masks == [1, 1, 0] and log_probs == [-0.5, -1.0, 0.0]
-    sample.tokens, sample.loss_mask = [1, 2, 3, 4, 5], masks
-    sample.validate()
-
-
-def test_fusionrl_s_own_reading_makes_no_lists() -> None:
-    sample = packed_sample()
-    sample.validate()
-    assert sample.num_tokens == 4 and sample.prompt_length == 2 and sample.effective_response_length == 2
-    assert sample.array("tokens") is vars(sample)["tokens"] and response_mask(sample).sum() == 2
-    sample.to_dict(), copy.deepcopy(sample), pickle.loads(pickle.dumps(sample)), pack_sample(sample)
-    assert all(isinstance(vars(sample)[name], np.ndarray) for name in FIELDS)
 
 
 def test_a_mask_of_shares_and_what_is_no_number() -> None:
@@ -332,17 +304,6 @@ def test_versions_are_a_list_to_a_hook_and_grow_with_the_sample() -> None:
     assert other.weight_versions == [3, 3, 4]
 
 
-def test_a_copy_counts_its_own_requests() -> None:
-    sample = Sample(apply_chat_template_kwargs={"a": 1})
-    other = copy.copy(sample)
-    other.prefix_cache_info.add({"prompt_tokens": 10})
-    other.spec_info.add({"spec_verify_ct": 2})
-    other.apply_chat_template_kwargs["a"] += 1
-    for one, counts in ((sample, (0, 0, 1)), (other, (10, 2, 2))):
-        cached, verified = one.prefix_cache_info.total_prompt_tokens, one.spec_info.spec_verify_ct
-        assert (cached, verified, one.apply_chat_template_kwargs["a"]) == counts
-
-
 def test_none_in_a_field_of_slime_s_is_its_default() -> None:
     sample = Sample(apply_chat_template_kwargs=None)  # type: ignore[arg-type]
     sample.spec_info = sample.prefix_cache_info = None  # type: ignore[assignment]
@@ -350,11 +311,3 @@ def test_none_in_a_field_of_slime_s_is_its_default() -> None:
     assert "prefix_cache_info" not in pack_sample(sample) and "spec_info" not in sample.to_dict()
     for name in ("tokens", "prompt", "spec_info"):
         assert not hasattr(object.__new__(Sample), name)
-
-
-def test_a_list_that_two_samples_share_is_named_as_the_cause() -> None:
-    first = Sample(tokens=[1], loss_mask=[], rollout_log_probs=[])
-    second = dataclasses.replace(first, index=1)
-    first.append_response_tokens(tokens=[2], log_probs=[-1.0])
-    with pytest.raises(ValueError, match="sample 1: loss_mask has 1 values .* another sample has the same list"):
-        second.append_response_tokens(tokens=[2], log_probs=[-1.0])

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -202,24 +201,6 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     used = SimpleNamespace(used=70 * GIB, total=80 * GIB)
     _nvml(monkeypatch, nvmlDeviceGetComputeRunningProcesses=running, nvmlDeviceGetMemoryInfo=used)
     assert "70.0 of 80.0 GiB are in use by processes 4242" in one(gpu_findings(), "warning").fact
-
-
-def test_a_question_that_a_card_does_not_know_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    questions = ("MemoryInfo", "ComputeRunningProcesses", "TotalEccErrors")
-    _nvml(monkeypatch, **{f"nvmlDeviceGet{question}": _unknown for question in questions})
-    (found,) = gpu_findings()
-    assert found.fact.startswith("1 x NVIDIA H100")
-    _nvml(monkeypatch, nvmlDeviceGetHandleByIndex=_unknown)
-    assert "GPU 0: NVML does not find it (Not Supported)" in one(gpu_findings()).fact
-
-
-def test_nvml_is_shut_down_as_often_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    opened = {name: partial(calls.append, name) for name in ("nvmlInit", "nvmlShutdown")}
-    for count in (1, _unknown):
-        _nvml(monkeypatch, **opened, nvmlDeviceGetCount=count)
-        gpu_findings()
-    assert calls == ["nvmlInit", "nvmlShutdown"] * 2
 
 
 def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
