@@ -137,19 +137,6 @@ def test_a_teacher_behind_an_address() -> None:
     assert not handle.thread.is_alive()
 
 
-def test_an_accelerator_is_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[object, ...]] = []
-    names = {"set_device": (1,), "synchronize": (), "current_device": (), "current_stream": (), "mem_get_info": ()}
-    for name in names:
-        monkeypatch.setattr(torch.cuda, name, lambda *values, name=name: calls.append((name, *values)) or name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [getattr(misc, name)(*values) for name, values in names.items()][2:] == [*names][2:]
-    assert calls == [(name, *values) for name, values in names.items()]
-    misc.set_device(index=1)
-    assert calls[-1] == ("set_device", 1)
-    assert [misc.device_type(), misc.device_name(), misc.device_name(1)] == ["cuda", "cuda", "cuda:1"]
-
-
 def test_the_prompts_of_a_file_are_samples_shuffled_for_each_epoch(
     tokenizer: Any, write_rows: Callable[..., Path]
 ) -> None:

@@ -40,14 +40,6 @@ def test_equal_rewards_name_cause_sample_and_command() -> None:
     assert "fusionrl show 'runs/a b' --step 4 --all-equal" in text and "\x1b" not in text
 
 
-def test_what_equal_rewards_leave_to_say() -> None:
-    (text,) = warnings(EQUAL, other_terms=("--use-kl-loss",))
-    assert "teaches nothing beyond --use-kl-loss:" in text
-    # Rewards of a group may differ where advantages are 0: a user's post-processing, ReMax's whitened baseline.
-    (text,) = warnings(replace(EQUAL, num_equal_groups=2), 4)
-    assert ": every advantage is 0\n" in text and text.endswith("--step 4")
-
-
 @pytest.mark.parametrize(
     ("changes", "settings", "cause"),
     [

@@ -97,31 +97,3 @@ def test_a_library_that_brings_its_own_handler_is_quiet_again(capsys: pytest.Cap
     quiet_libraries()
     library.warning("noise")
     assert lines == [] and "noise" not in capsys.readouterr().err
-
-
-def test_lines_of_two_processes_stay_whole(tmp_path: Path) -> None:
-    """A print is one write, with PYTHONUNBUFFERED and within Ray's processes, whose stream is Ray's own."""
-    code = """
-import sys
-if sys.argv[1][0] == "r":
-    from ray._private.utils import Unbuffered
-    sys.stdout = Unbuffered(sys.stdout)
-from fusionrl.observe.logs import write_whole_lines
-write_whole_lines()
-print("ready", file=sys.stderr, flush=True)
-sys.stdin.readline()
-for _ in range(3000):
-    print("printed by " + sys.argv[1])
-"""
-    names, pipe = ("r" * 30, "p" * 30), subprocess.PIPE
-    with (tmp_path / "log").open("a") as log:
-        commands = [[sys.executable, "-u", "-c", code, name] for name in names]
-        started = [subprocess.Popen(command, stdin=pipe, stdout=log, stderr=pipe) for command in commands]
-        for process in started:
-            process.stderr.readline()
-        for process in started:
-            process.stdin.write(b"go\n")
-            process.stdin.close()
-        assert [process.wait() for process in started] == [0, 0]
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert sorted(set(lines)) == [f"printed by {name}" for name in sorted(names)] and len(lines) == 6000

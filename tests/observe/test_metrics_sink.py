@@ -76,15 +76,6 @@ def test_the_step_of_a_checkpoint_keeps_its_metrics_after_a_resume(tmp_path: Pat
     assert lines == [(1, 1), (2, 1), (2, 1), (2, 2), (2, 3), (3, 3)]
 
 
-def test_a_step_that_was_done_again_counts_as_a_whole(tmp_path: Path) -> None:
-    _log(tmp_path, 1, *((step, {"train/loss": 1.0, "train/only_first": step}) for step in range(4)))
-    _log(tmp_path, 2, (2, {"train/loss": 2.0, STEP_TIME: 0.5}))
-    lines = [(line["step"], line["attempt"], line["train/loss"]) for line in read_metrics(tmp_path)]
-    assert lines == [(0, 1, 1.0), (1, 1, 1.0), (2, 2, 2.0), (3, 1, 1.0)]
-    assert "train/only_first" not in read_metrics(tmp_path)[2]
-    assert len(_raw(tmp_path)) == 5, "the file itself keeps every attempt"
-
-
 def test_a_torn_line_costs_itself_only_even_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _log(tmp_path, 1, (0, {"train/loss": 1.0}))

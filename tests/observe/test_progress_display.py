@@ -110,17 +110,6 @@ def test_no_line_is_wider_than_the_terminal(
     assert max(cell_len(line) for line in plain.split("\n")) < max(columns, 2)
 
 
-def test_a_name_never_stands_without_its_number(terminal: pytest.MonkeyPatch) -> None:
-    for columns in range(30, 80, 3):
-        terminal.setenv("COLUMNS", str(columns))
-        stream = Stream(tty=True)
-        with Progress(10, "rl", stream, refresh_s=0) as progress:
-            progress.update(1, {**STEP, "eval_accuracy": 0.5})
-        shown = panels(stream.text())[-1]
-        for name, value in (("mismatch", "3.1e-04"), ("loss", "0.012"), ("eval", "50.0%"), ("sync", "10%")):
-            assert (name in shown) == (f"{name} {value}" in shown), f"{columns} columns:\n{shown}"
-
-
 def test_the_clock_runs_between_updates_and_the_last_panel_has_no_status(terminal: pytest.MonkeyPatch) -> None:
     stream = Stream(tty=True)
     progress = Progress(10, "sft", stream, refresh_s=0.01)

@@ -1,6 +1,5 @@
 """`fusionrl show`: the right samples, safe for a terminal, readable by programs, quick on big files."""
 
-import io
 import json
 import os
 import sys
@@ -77,13 +76,6 @@ def test_order_and_choice(run: Path, capsys: Capsys) -> None:
     chosen |= {"--worst -n 2": [14, 10], "--best -n 3": [15, 11, 12]}
     chosen |= {"--all-equal": [12]}  # one of the group whose rewards are 0.5
     assert {flags: indices(capsys, run, *flags.split()) for flags in chosen} == chosen
-
-
-def test_samples_without_a_reward_come_last(run: Path, capsys: Capsys) -> None:
-    RolloutWriter(run).write(1, 2, [row(0, None, status="failed"), row(1, 5.0), row(2, -1.0)])
-    assert indices(capsys, run, "--worst") == [2, 1, 0] and indices(capsys, run, "--best") == [1, 2, 0]
-    text = show(capsys, run)
-    assert "step 2, attempt 2" in text and "reward none" in text and "failed: 1" in text
 
 
 def test_one_sample_in_full_with_its_group(run: Path, capsys: Capsys) -> None:
@@ -168,15 +160,6 @@ def test_a_torn_file_is_read_as_far_as_it_goes(run: Path, capsys: Capsys) -> Non
     assert "advantage -0.5" in text
 
 
-def test_a_sparse_row_is_shown(tmp_path: Path, capsys: Capsys) -> None:
-    """A user's rollout function need not fill all fields; messages stand for a prompt."""
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    RolloutWriter(tmp_path).write(0, 1, [{"prompt": messages, "reward": {"a": 0.5}}, {"reward": {"a": 1, "b": 2}}])
-    text = show(capsys, tmp_path)
-    assert "prompt   system: be brief\n           user: hi" in text
-    assert "reward 0.5 " in text and 'reward {"a": 1, "b": 2}' in text
-
-
 @pytest.mark.timed
 def test_big_files_are_streamed(tmp_path: Path) -> None:
     """48 samples of 40,000 tokens, some 40 MB: shown in seconds, with the memory of a few samples."""
@@ -209,13 +192,6 @@ def test_colour_only_on_a_terminal_that_wants_it(run: Path, capsys: Capsys, monk
         monkeypatch.setenv("TERM", term)
         assert ("\x1b[1msample 10" in show(capsys, run)) == colored
         assert "\x1b" not in show(capsys, run, "--json")
-
-
-def test_an_ascii_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RolloutWriter(run).write(2, 1, [row(0, 1.0, response="数 ü")])
-    shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
-    assert cli.main(["show", str(run)]) == 0 and b"answer   ? ?\n" in shown.getvalue()
 
 
 def test_the_table_of_a_step() -> None:

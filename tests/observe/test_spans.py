@@ -111,14 +111,6 @@ def test_clocks_are_measured_by_round_trips() -> None:
     assert boot == "another boot" and abs(offset - 5_000_000_000) <= error <= 5_000_000
 
 
-def test_a_span_costs_microseconds(file: Path) -> None:
-    start = time.process_time()
-    for index in range(2_000):
-        with spans.span("forward", micro_batch=index):
-            pass
-    assert (time.process_time() - start) / 2_000 < 100e-6
-
-
 def test_the_main_threads_phases_are_known_with_their_times(file: Path) -> None:
     """Those of other threads and lanes do not count."""
     other = threading.Thread(target=_phase, args=["other"])

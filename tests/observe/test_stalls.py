@@ -103,13 +103,6 @@ def test_a_hung_collective_names_the_ranks_that_did_not_arrive() -> None:
     )
 
 
-def test_ranks_in_different_collectives_are_told_apart() -> None:
-    seen = [_seen("trainer-0", IN_COLLECTIVE), _seen("trainer-1", IN_COLLECTIVE.replace("all_reduce", "broadcast"))]
-    assert describe_ranks(seen).startswith("the ranks wait in different collectives: rank 0 waits in all_reduce of")
-    assert describe_ranks(seen[:1]).startswith("rank 0 waits in all_reduce")
-    assert describe_ranks([_seen("trainer-0", IN_HOOK)]) == ""
-
-
 def test_the_line_names_who_is_waited_for_and_how_far_the_others_are() -> None:
     late = LatePhase("train", 312.4, 21.0, 1)
     line = stall_line(

@@ -26,7 +26,7 @@ from fusionrl.observe.view.run_block import (
     read_rows,
     series_of,
 )
-from fusionrl.observe.view.step_block import by_interest, pack, page_row, short, short_all
+from fusionrl.observe.view.step_block import by_interest, pack, page_row
 from tests.observe.view_runs import sample, trained, unpack, write_run, write_tokenizer
 
 Capsys = pytest.CaptureFixture[str]
@@ -63,14 +63,6 @@ def test_what_is_packed_is_unpacked() -> None:
     value = {1: [2**70, -(2**70), True], "half a pair \ud800": ["\udfff", "</script><!--"], "c": (2**53, 0.5, None)}
     unpacked = {"1": [str(2**70), str(-(2**70)), True], "half a pair \ud800": value["half a pair \ud800"]}
     assert unpack(pack(value)) == unpacked | {"c": [2**53, 0.5, None]} and "<" not in pack(value)
-
-
-def test_numbers_are_shortened() -> None:
-    values = [10**9, 0.123456, -1e-9, True, None, math.inf, math.nan, "x"]
-    assert [short(value) for value in values] == [10**9, 0.1235, -1e-9, 1, None, None, None, None]
-    for numbers in ([0.123456, 5.0, None, 3], [1, None], [0.5, math.inf, math.nan]):
-        assert short_all(numbers) == [short(value) for value in numbers]
-    assert short_all([0.123456, 5.0], 3) == [0.123, 5.0]
 
 
 def test_spikes_stand_out_from_their_neighbours() -> None:
@@ -210,12 +202,6 @@ def test_a_file_that_is_cut_off(tmp_path: Path, capsys: Capsys) -> None:
     assert block["unreadable"] == 1 and set(block["rows"]) == {"0", "1", "2"} and "gap" in block["rows"]["2"]
 
 
-def test_a_run_of_metrics_alone(tmp_path: Path, capsys: Capsys) -> None:
-    with MetricsSink(tmp_path / "sft", 1) as sink:
-        sink.log(1, {"train/loss": 1.0})
-    assert "0 of 0 samples" in view(capsys, tmp_path / "sft")
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -294,12 +280,6 @@ def test_a_response_that_is_cut_says_so(run: Path, capsys: Capsys, monkeypatch: 
     view(capsys, run)
     row = blocks_of(run / "view.html")["run0-0"]["rows"]["0"]
     assert len(row["tokens"]) == 4 and row["num_tokens"] == 9, "by these the page says it"
-
-
-def test_an_evaluation_in_the_terminal(run: Path, capsys: Capsys) -> None:
-    RolloutWriter(run).write(1, 1, [sample(0, prompt="held out")], kind="eval-sums")
-    assert "held out" in view(capsys, run, "--eval", "sums"), "it selects the terminal by itself"
-    assert not (run / "view.html").exists()
 
 
 def test_metrics_over_the_limit(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,5 @@
 """tools/bench/pipelines.py: a pipeline over paced engines, the slow tool, and the table that goes on."""
 
-import json
-import statistics
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,6 @@ from tools.bench import pipelines, pipelines_tool
 from tools.bench.lengths import Lengths
 from tools.bench.pipelines_paced import Row, Setting, run_row
 from tools.bench.pipelines_virtual import run_virtual
-from tools.bench.slow_tool import LIMIT_S, latency_s
 
 LINE = {"samples_per_s": 4.0, "step_s": 2.0, "wait_s": 1.0, "drain_s": 0.0, "train_s": 0.5, "push_s": 0.1}
 LINE |= {"staleness": 0.0, "staleness_max": 0.0}
@@ -48,12 +44,6 @@ def test_in_virtual_time_overlap_hides_generation() -> None:
     assert 1.8 < partial["speed_up_without"] < partial["speed_up"]
 
 
-def test_the_tool_is_slow_now_and_then() -> None:
-    seconds = sorted(latency_s(index) for index in range(20_000))
-    assert statistics.median(seconds) == pytest.approx(0.5, rel=0.05)
-    assert seconds[19_800] == pytest.approx(8.0, rel=0.15) and seconds[-1] == LIMIT_S
-
-
 def test_speed_up_with_and_without_log_probs() -> None:
     base = {"name": "on-policy", "step_s": 300.0, "log_probs_s": 60.0, "loop_delay_s": 0.0}
     base |= {"buffer_cpu_s_per_1000": 1.0, "router_cpu_s_per_1000": 0.5}
@@ -77,35 +67,3 @@ def test_figures_of_a_run() -> None:
     assert found["accuracy"] == 0.9 and found["staleness_max"] == 2
     assert pipelines_tool.time_to(found["curve"], 0.8) == pytest.approx(24.2)
     assert pipelines_tool.time_to(found["curve"], 0.95) is None
-
-
-def test_what_has_figures_is_not_run_again(tmp_path: Path) -> None:
-    task = pipelines_tool.SIZES["smoke"]
-    line = LINE | {"size": "smoke", "task": asdict(task), "accuracy": 0.8, "curve": [[9.0, 0.8]]}
-    lines = [line | {"pipeline": "on-policy", "seed": seed} for seed in (1, 2)]
-    lines += [one | {"pipeline": "async-partial", "samples_per_s": 10.0, "accuracy": 0.78} for one in lines]
-    lines.append({**lines[0], "size": "full"})
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = pipelines_tool.run_all(tmp_path, "smoke", ["on-policy", "async-partial"], [1, 2], False, task)
-    assert found == lines[:4]
-    base, partial = pipelines_tool.summary(found, 0.75)
-    assert base["seeds"] == 2 and base["time_to_target_s"] == 9.0
-    assert partial["speed_up"] == 2.5 and partial["accuracy_gap"] == pytest.approx(-0.02)
-    assert "| async-partial | 2 | 10.0 | 2.5 |" in pipelines_tool.table([partial])
-    # A seed that on-policy alone has is no part of the comparison.
-    lines[0] |= {"seed": 3, "accuracy": 0.1, "samples_per_s": 99.0}
-    _, partial = pipelines_tool.summary(lines[:4], 0.75)
-    assert partial["speed_up"] == 2.5 and partial["accuracy_gap"] == pytest.approx(-0.02)
-
-
-def test_in_virtual_time_the_presets_keep_their_bound() -> None:
-    """verl's 64:64 setting: overlap by default brings what verl reports, and more lead costs age alone."""
-    rows = [
-        Row("on-policy", "on-policy", log_probs=True),
-        Row("preset", "async-partial"),
-        Row("little lead", "async-partial", {"admission_lead": 0.5}),
-    ]
-    setting = Setting(engines=16, gpus=4)
-    _, preset, little = pipelines.summary([run_virtual(setting, row, 5, 3) for row in rows])
-    assert preset["speed_up"] >= 2.67 > little["speed_up"]
-    assert little["staleness"] < preset["staleness"] and preset["staleness_max"] <= 2

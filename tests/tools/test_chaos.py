@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fusionrl.base.environment import is_secret
 from tools import chaos_process as process
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -47,17 +46,6 @@ def test_runs_follow_from_the_seed(tool: Any) -> None:
     assert all(0 <= kill.after_step <= options.steps - 2 for case in cases for kill in case.kills)
 
 
-def test_a_run_has_as_many_prompts_as_it_needs(tool: Any) -> None:
-    """A prompt too many would hide one that is lost at the end; with a filter some are drawn in vain."""
-    options = tool.parse([])
-    for number in range(1, 30):
-        case = tool.plan_case(options, number)
-        shape = tool.shape_of(case, options)
-        assert len(shape.wanted) == 6 * tool.NUM_GROUPS * (1 + case.drops_late)
-        assert bool(shape.refused) == case.has_filter
-    assert tool.is_refused("12+7=") and not tool.is_refused("13+8=")
-
-
 def test_a_kill_comes_at_its_moment(tmp_path: Path) -> None:
     attempt = start(tmp_path, after="time.sleep(60)")
     end = attempt.run(process.Kill("driver", "push", 0, 0.0), 30, 30)
@@ -69,19 +57,6 @@ def test_a_kill_comes_at_its_moment(tmp_path: Path) -> None:
     # Any moment begins with the line of its step.
     end = start(tmp_path, after="time.sleep(60)").run(process.Kill("driver", "any", 1, 0.0), 30, 30)
     assert end.state in ("any after step 1", "checkpoint after step 1")
-
-
-def test_processes_of_a_run_keep_the_mark() -> None:
-    """fusionrl does not pass on what looks like a secret."""
-    assert not is_secret(process.MARK_VARIABLE, "0123456789abcdef")
-
-
-def test_a_run_that_ends_before_the_moment_is_not_killed(tmp_path: Path) -> None:
-    attempt = start(tmp_path, after="child.kill(); child.wait()")
-    end = attempt.run(process.Kill("driver", "checkpoint", 2, 0.0), 30, 30)
-    assert (end.state, end.code) == (None, 0) and attempt.left(5) == []
-    assert process.check_end(end, None, True) == []
-    assert "exit code 0 without all steps" in process.check_end(end, None, False)[0]
 
 
 def test_a_victim_that_is_not_there_is_a_violation(tmp_path: Path) -> None:

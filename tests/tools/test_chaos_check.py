@@ -82,15 +82,6 @@ def test_a_spoilt_run_is_seen(message: str, spoil: Callable[[Steps], object]) ->
     assert any(message in violation for violation in violations(steps)), violations(steps)
 
 
-def test_order_within_the_run_is_free() -> None:
-    """Who is ready first is trained first."""
-    steps = good_run()
-    steps[1][0:2], steps[2][0:2] = steps[2][0:2], steps[1][0:2]
-    for row in (*steps[1][:2], *steps[2][:2]):
-        row["weight_versions"] = [0, 0, 0]
-    assert violations(steps) == []
-
-
 def test_the_bound_counts_pushes() -> None:
     """With a push after two rollouts, steps 3 and 4 are trained by version 2."""
     shape = check.Shape(SHAPE.prompts, 4, 3, 2, max_staleness=0, steps_per_push=2)
@@ -157,8 +148,3 @@ def test_the_folder_of_a_run_is_read(tmp_path: Path) -> None:
     (tmp_path / "rollouts" / ".step_000003.train.a1.jsonl.7.tmp").touch()
     left = ["checkpoints/.writing_step_000006", "rollouts/.step_000003.train.a1.jsonl.7.tmp"]
     assert check.leftovers(tmp_path) == left
-
-
-def test_drops_are_counted_once_a_step() -> None:
-    rows = lines(1, range(3), **{"rollout/dropped_deadline": 1.0}) + lines(2, range(2, 4))
-    assert check.num_dropped_late(rows) == 2

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from tools.bench.engine_model import Company, Machine, PacedBatch, Request
-from tools.bench.lengths import Lengths
+from tools.bench.engine_model import Machine, PacedBatch, Request
 
 # A token a second whatever runs, and a second for 100 tokens of a prompt.
 STEADY = Machine(gpus=1, parameters=1.0, bytes_per_weight=0.0, kv_bytes=0.0, flops=200.0, flops_share=1.0, overhead_s=1)
@@ -21,15 +19,6 @@ def batch_of(*requests: Request, max_running: int | None = None) -> PacedBatch:
     for request in requests:
         batch.join(request)
     return batch
-
-
-def test_h20_reads_its_weights_for_each_token() -> None:
-    """verl's engine of four H20: 6 ms at most for a lone long answer, as the sums by hand say."""
-    machine = Machine(gpus=4)
-    assert machine.token_s(1, 0) == pytest.approx(0.004 + 15.2e9 / (4 * 4e12 * 0.8))
-    assert machine.token_s(1, 28_672) < 0.006
-    many = machine.token_s(256, 256 * 1_735)
-    assert many == pytest.approx(0.004 + max((15.2e9 + 256 * 1_735 * 57_344) / 12.8e12, 256 * 15.2e9 / 414.4e12))
 
 
 def test_a_request_ends_after_its_prompt_and_its_tokens() -> None:
@@ -51,13 +40,6 @@ def test_a_growing_cache_makes_tokens_slower() -> None:
     by_token = machine.prefill_s(256) + sum(machine.token_s(1, 256 + n) for n in range(20_000))
     assert batch.advance(by_token * 0.999) == []
     assert batch.advance(by_token * 1.001) == [request]
-
-
-def test_requests_queue_beyond_the_limit_and_begin_in_order() -> None:
-    requests = [Request(0, 10), Request(0, 20), Request(0, 5)]
-    batch = batch_of(*requests, max_running=2)
-    assert len(batch.running) == 2 and list(batch.waiting) == requests[2:]
-    assert batch.advance(100) == [requests[0], requests[2], requests[1]]
 
 
 def test_retract_computes_the_cache_again_and_in_place_does_not() -> None:
@@ -89,25 +71,3 @@ def test_abort_ends_all_as_they_are_and_who_leaves_makes_room() -> None:
     batch.leave(second)
     batch.leave(first)
     assert batch.running == {third} and not batch.waiting and batch.advance(100) == [third]
-
-
-def test_modelled_company_slows_as_real_requests_would() -> None:
-    """Two engines with one request each that stands for four, against two engines with four each."""
-    ends = []
-    for weight, count in ((4.0, 1), (1.0, 4)):
-        company = Company(weight, num_engines=2)
-        engines = [PacedBatch(Machine(gpus=1, parameters=7.6e9), company) for _ in range(2)]
-        for engine in engines * count:
-            engine.join(Request(256, 1_000))
-        ends.append(engines[1].next_end())
-    assert ends[0] == pytest.approx(ends[1])
-
-
-def test_lengths_are_the_same_for_every_pipeline() -> None:
-    first, second = Lengths(seed=3), Lengths(seed=3)
-    prompts = [[1, 2, number] for number in range(2_000)]
-    there = [first.next_of(prompt) for prompt in prompts]
-    back = [second.next_of(prompt) for prompt in reversed(prompts)]
-    assert there == back[::-1] and first.next_of(prompts[0]) != there[0]
-    assert np.median(there) == pytest.approx(1_000, rel=0.1) and max(there) <= 28_672
-    assert first.mean() == pytest.approx(1_000 * np.exp(1.05**2 / 2), rel=0.05)

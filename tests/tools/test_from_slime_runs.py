@@ -34,12 +34,6 @@ def test_what_is_not_run_counts_as_such(tool: Any, command: Command, tmp_path: P
     assert shown.endswith("0 of 3 functions run two steps (0 pass, 0 fail, 3 skip)\n")
 
 
-def test_no_function_is_counted_twice(tool: Any) -> None:
-    for cases in (tool.CASES, tool.MILES_CASES):
-        functions = [function for case in cases for function in case.functions]
-        assert len(functions) == len(set(functions))
-
-
 def test_a_run_is_judged_by_what_it_left(tool: Any) -> None:
     case = next(one for one in tool.CASES if one.name == "search-r1")
     step = {"train/loss": 0.1, "train/num_tokens": 5.0, "train/logprob_diff_mean": 1e-6, "train/grad_norm": 0.3}

@@ -11,9 +11,9 @@ import pytest
 
 from fusionrl import cli
 from tests.own_process import lives, wait_until
-from tools import gpu_proof, parity
+from tools import gpu_proof
 from tools.proof import machine
-from tools.proof.records import passed_before, with_result, write_line
+from tools.proof.records import with_result
 from tools.proof.stage import Failed, Result, Setting, Stage, missing, run_stage
 from tools.proof.stages import STAGES, of_names, pages_rows
 
@@ -43,32 +43,6 @@ def test_a_row_is_filled_in_and_can_be_again() -> None:
     assert "| 2026-11-23, 1 x H100 | passed in" in with_result(empty, row, "2026-11-23, 1 x H100", passed)
     with pytest.raises(ValueError, match="0 rows begin with"):
         with_result(PAGE, "no such row", "x", passed)
-
-
-def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
-    path, here = tmp_path / "results.jsonl", {"gpus": ["H100"], "sources": "a"}
-    assert passed_before(path, here) == set()
-    for name, status in (("a", "failed"), ("a", "passed"), ("b", "passed"), ("b", "failed"), ("c", "skipped")):
-        write_line(path, Result(name, status), here)
-    write_line(path, Result("d", "passed"), here | {"sources": "b"})
-    with open(path, "a") as file:
-        file.write('{"stage": "e", "sta')  # killed while it wrote
-    assert passed_before(path, here) == {"a"}
-    # A later look by a machine without the GPUs, or a rehearsal, takes nothing back.
-    write_line(path, Result("a", "skipped"), here)
-    write_line(path, Result("a", "failed"), here | {"gpus": []})
-    assert passed_before(path, here) == {"a"}
-
-
-@pytest.mark.parametrize("room", ["fusionrl", "tools", "tests"])
-def test_a_stage_with_other_sources_is_run_again(room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    (tmp_path / room / "inner").mkdir(parents=True)
-    found = []
-    for text in ("x = 1", "x = 1", "x = 2"):
-        (tmp_path / room / "inner" / "a.py").write_text(text)
-        found.append(machine.facts(rehearses=True)["sources"])
-    assert found[0] == found[1] != found[2]
 
 
 def test_what_the_machine_lacks_is_said() -> None:
@@ -107,16 +81,6 @@ def test_a_stage_of_its_own(tmp_path: Path) -> None:
     assert time.monotonic() - start < 15
     child = (tmp_path / "output.txt").read_text().split()[0]
     wait_until(lambda: not lives(child))
-
-
-def test_layouts_of_the_stage_fit_on_its_two_gpus(tmp_path: Path) -> None:
-    (stage,) = of_names("parity")
-    for rehearses in (True, False):
-        command = stage.command(Setting(tmp_path, tmp_path, rehearses))
-        values = {flag: command[command.index(flag) + 1] for flag in ("--only", "--max-ranks")}
-        rows = parity.rows_with(values["--only"], int(values["--max-ranks"]))
-        assert len(rows) == 1 if rehearses else len(rows) > 1
-        assert all(row.world <= stage.num_gpus for row in rows)
 
 
 @pytest.mark.parametrize("name", ["geometry3k", "geometry3k-frozen"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.forked_program import ForkedProgram
-from tools.make_quickstart import NUM_EVAL, split_sums, write_quickstart
+from tools.make_quickstart import NUM_EVAL, write_quickstart
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +30,6 @@ def quickstart(folders: Path) -> Path:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_split_covers_every_pair_once_and_depends_on_the_seed() -> None:
-    train, held_out = split_sums(3)
-    assert len(held_out) == NUM_EVAL
-    assert sorted(train + held_out) == [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    assert split_sums(3) == (train, held_out) and split_sums(4)[1] != held_out
 
 
 def test_evaluation_prompts_are_never_trained_on_and_answers_are_right(quickstart: Path) -> None:
@@ -73,10 +66,3 @@ def test_model_loads_knows_its_end_token_and_starts_near_a_uniform_guess(quickst
     assert GenerationConfig.from_pretrained(quickstart / "model").eos_token_id == 1
     with torch.no_grad():
         assert model(torch.arange(6, 16)[None]).logits.softmax(-1).max() < 0.5
-
-
-def test_the_seed_alone_decides_every_byte(folders: Path) -> None:
-    for name in ("model/model.safetensors", "train.jsonl", "eval.jsonl", "model/tokenizer.json"):
-        first, again, other = ((folders / place / name).read_bytes() for place in ("seed0", "again", "other"))
-        assert first == again, name
-        assert (first != other) == ("tokenizer" not in name), name

@@ -7,7 +7,7 @@ import pytest
 
 from fusionrl.models.shape import read_model_shape
 from tests.tiny_model import CHAT_TEMPLATE, make_byte_tokenizer
-from tools.make_small_model import make, small_config
+from tools.make_small_model import make
 
 LARGE = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "vocab_size": 151936}
 
@@ -26,14 +26,3 @@ def test_a_small_model_of_the_family(family: str, tmp_path: Path) -> None:
     assert (shape.num_experts > 0) == (family in ("qwen3_moe", "glm4_moe", "deepseek_v3"))
     assert AutoTokenizer.from_pretrained(out).chat_template == CHAT_TEMPLATE
     assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == 2
-
-
-def test_what_is_no_size_stays_and_heads_share_keys_as_before() -> None:
-    large = {**LARGE, "num_key_value_heads": 4, "rope_theta": 5e6, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
-    small = small_config(large, num_tokens=151669, num_layers=2)
-    assert (small["num_attention_heads"], small["num_key_value_heads"], small["vocab_size"]) == (4, 2, 151680)
-    assert (small["rope_theta"], small["tie_word_embeddings"], small["rms_norm_eps"]) == (5e6, True, 1e-6)
-    assert small_config({**large, "num_key_value_heads": 32}, 100, 2)["num_key_value_heads"] == 4
-    tiny = {"hidden_size": 32, "num_key_value_heads": 1, "num_attention_heads": 2}
-    same = {"num_hidden_layers": 1, "vocab_size": 128, "torch_dtype": "float32", "dtype": "float32"}
-    assert small_config(tiny, 100, 1) == tiny | same

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.engines.client import GenerateClient, abort_all
+from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.engine import EngineControl
 from tools.bench.engine_model import Machine
 from tools.bench.lengths import Lengths
@@ -70,22 +70,3 @@ def test_a_push_goes_into_an_answer(mode: str) -> None:
         assert (engine.report()["tokens_prefilled_again"] > 0) == (mode == "retract")
 
     with_engines(use, scale=Scale(time=0.05, tokens=0.1))
-
-
-def test_abort_answers_and_a_broken_connection_frees() -> None:
-    async def use(engines: dict[str, PacedEngine]) -> None:
-        url, engine = next(iter(engines.items()))
-        async with GenerateClient(url) as client:
-            request = {"input_ids": [1], "sampling_params": MANY}
-            first, second = (asyncio.create_task(client.generate(request)) for _ in range(2))
-            while engine.report()["in_flight"] < 2:
-                await asyncio.sleep(0.01)
-            second.cancel()
-            while engine.report()["in_flight"] > 1:
-                await asyncio.sleep(0.01)
-            assert len(engine.batch.running) == 1
-            await abort_all([url])
-            assert (await first).finish_reason == "abort"
-        assert engine.report()["aborted"] == 1 and not engine.batch.running
-
-    with_engines(use, scale=Scale(time=1.0, tokens=0.1))

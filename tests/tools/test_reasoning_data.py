@@ -66,11 +66,6 @@ def test_several_tasks_in_one_command(tmp_path: Path, command: Command) -> None:
         assert eval(row["label"]) == row["metadata"]["entry"]["metadata"]["target"]
 
 
-def test_too_few_different_sums_are_an_error(tmp_path: Path, command: Command) -> None:
-    said, _ = command(main, "--out", tmp_path, "--max-terms", "2", "--eval-size", "250")
-    assert "--max-digits" in said and not (tmp_path / "train.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

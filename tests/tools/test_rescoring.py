@@ -78,15 +78,6 @@ def test_one_wrong_version_is_found(
     assert any(fault.startswith(said) for fault in faults)
 
 
-def test_a_token_that_is_too_old_is_found(samples: list[SavedSample], checked: Callable[..., Rescored]) -> None:
-    late = [replace(sample, trained_by=2) for sample in samples]
-    result = checked(*late)
-    assert result.max_staleness == 2 and len(result.faults) == 2
-    assert "a token of version 0 trained version 2" in result.faults[0]
-    assert checked(*late, max_staleness=2).faults == []
-    assert checked(*late, fetches_per_push=2).faults == []  # a version of two rollouts
-
-
 def test_a_kept_cache_is_compared_up_to_the_push(samples: list[SavedSample], checked: Callable[..., Rescored]) -> None:
     changed = samples[1].log_probs.copy()
     changed[7:] += 0.01  # keys and values of version 0 stay

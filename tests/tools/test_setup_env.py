@@ -13,8 +13,6 @@ from typing import ClassVar
 
 import pytest
 
-from scripts.uv_arguments import arguments, read_settings
-
 ROOT = Path(__file__).resolve().parents[2]
 # No index and no other source: pip fails at the first package, after .venv was made.
 NOTHING = {"FUSIONRL_ENV": "cpu", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
@@ -77,35 +75,6 @@ def test_what_is_compiled_does_not_go_by_where_the_checkout_is(tmp_path: Path) -
     subprocess.run([sys.executable, "-m", "compileall", "-qq", "-x", pattern, str(packages)], check=True)
     compiled = {name: (packages / name).parent.joinpath("__pycache__").exists() for name in files}
     assert compiled == files
-
-
-def test_uv_looks_where_pip_looks() -> None:
-    """Later sections count more; lists keep their order; what concerns another command is left."""
-    listing = """global.index-url='https://one/simple'
-global.extra-index-url='https://two/simple\\nfile:///three'
-download.index-url='https://other/simple'
-install.find-links='/wheels'
-:env:.index-url='https://four/simple'
-:env:.cert='/etc/certificates.pem'
-:env:.no-index='0'"""
-    assert arguments(read_settings(listing)) == [
-        *("--index-url", "https://four/simple"),
-        *("--extra-index-url", "https://two/simple", "--extra-index-url", "file:///three"),
-        *("--find-links", "/wheels", "SSL_CERT_FILE=/etc/certificates.pem"),
-    ]
-    assert arguments(read_settings(":env:.no-index='1'\n")) == ["--no-index"]
-
-
-def test_a_torch_index_that_does_not_answer(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was named is a mistake; PyTorch's own is passed over, and the line says what comes then."""
-    nowhere = "http://127.0.0.1:9"
-    flags = NOTHING | {"PIP_FIND_LINKS": str(tmp_path), "FUSIONRL_VENV": str(venv)}
-    done = run(**flags, FUSIONRL_TORCH_INDEX=f"{nowhere}/whl/cpu")
-    assert done.returncode == 1 and f"FUSIONRL_TORCH_INDEX={nowhere}/whl/cpu does not answer" in done.stderr
-    monkeypatch.delenv("FUSIONRL_TORCH_INDEX", raising=False)
-    done = run(**flags, https_proxy=nowhere, HTTPS_PROXY=nowhere, no_proxy="", NO_PROXY="")
-    assert done.returncode == 1 and "whl/cpu does not answer: torch comes from where pip looks" in done.stdout
-    assert "CUDA build (5.7 GB)" in done.stdout and "No matching distribution" in done.stderr
 
 
 def test_the_cpu_build_is_looked_for_in_its_index_first(venv: Path, tmp_path: Path) -> None:

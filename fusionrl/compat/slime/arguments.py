@@ -198,22 +198,14 @@ _SPELLINGS = frozenset(spelling for name in switches() for spelling in switch_sp
 
 @dataclass
 class Apart:
-    """A launch's arguments, divided.
+    """A launch's arguments, divided."""
 
-    argv    flags of slime, of fusionrl and of the parts, with their values
-    loose   words where a flag is expected, known only on the machine of the run: `${EXTRA_ARGS}`, `"$@"`
-    custom  flags that none of them has, by their names in `args`
-    hints   of these, a flag that has nearly the same name
-    env     variables of --train-env-vars, which the printed script exports
-    errors  why the launch cannot be translated
-    """
-
-    argv: list[str] = field(default_factory=list)
-    loose: list[str] = field(default_factory=list)
-    custom: dict[str, object] = field(default_factory=dict)
-    hints: dict[str, str] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    argv: list[str] = field(default_factory=list)  # flags of slime, of fusionrl and of the parts, with their values
+    loose: list[str] = field(default_factory=list)  # in place of flags, not known here: `${EXTRA_ARGS}`, `"$@"`
+    custom: dict[str, object] = field(default_factory=dict)  # flags that none of them has, by their names in `args`
+    hints: dict[str, str] = field(default_factory=dict)  # of these, a flag that has nearly the same name
+    env: dict[str, str] = field(default_factory=dict)  # of --train-env-vars, which the printed script exports
+    errors: list[str] = field(default_factory=list)  # why the launch cannot be translated
 
 
 def set_apart(argv: Sequence[str]) -> Apart:

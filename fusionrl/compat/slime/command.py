@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fusionrl.checks.validate import validate_flags
 from fusionrl.cli import EXIT_USER, refuse
@@ -72,40 +73,26 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+_HELP = """Print the command that does what the launch script does, with a comment for each flag that differs. The
+script runs in the sandbox, and starts nothing there."""
+_HELP_OF = {
+    "--set": "a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a launcher"
+    " in Python",
+    "--small": "the command of a first try: two steps of a few samples, for a machine without a GPU",
+    "--flags": "print the table of slime flags as Markdown, and nothing else",
+    "--shim": "make FOLDER with train.py and train_async.py, which take slime's arguments",
+    "--allow-weak-sandbox": "where the kernel grants no namespaces, run the script in the weak mode of the sandbox"
+    " (docs/guides/sandbox.md)",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "fusionrl from-slime",
-        description="Print the command that does what the launch script does, with a comment for each flag that"
-        " differs. The script runs in the sandbox, and starts nothing there.",
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("fusionrl from-slime", description=_HELP, allow_abbrev=False)
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="launch script, in bash or Python")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="NAME=VALUE",
-        help="a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a"
-        " launcher in Python",
-    )
-    parser.add_argument(
-        "--small",
-        action="store_true",
-        help="the command of a first try: two steps of a few samples, for a machine without a GPU",
-    )
-    parser.add_argument(
-        "--flags", action="store_true", help="print the table of slime flags as Markdown, and nothing else"
-    )
-    parser.add_argument(
-        "--shim", metavar="FOLDER", help="make FOLDER with train.py and train_async.py, which take slime's arguments"
-    )
-    parser.add_argument(
-        "--allow-weak-sandbox",
-        action="store_true",
-        help="where the kernel grants no namespaces, run the script in the weak mode of the sandbox"
-        " (docs/guides/sandbox.md)",
-    )
+    repeated: dict[str, Any] = {"action": "append", "default": [], "type": _pair, "metavar": "NAME=VALUE"}
+    more = {"--set": repeated, "--shim": {"metavar": "FOLDER"}}
+    for flag, text in _HELP_OF.items():
+        parser.add_argument(flag, help=text, **more.get(flag, {"action": "store_true"}))
     return parser
 
 
@@ -130,8 +117,8 @@ def run_launch(argv: Sequence[str], program: str = "train") -> int:
 
 def _added(argv: Sequence[str], is_ahead: bool = False) -> list[str]:
     """Return flags that give a command line slime's defaults. `is_ahead`: it generates one rollout ahead."""
-    names = {name_of(word) for word in argv if word.startswith("--")}
-    return slime_defaults(translate(argv).argv, names | {TRAIN_ASYNC} if is_ahead else names)
+    names = {name_of(word) for word in argv if word.startswith("--")} | ({TRAIN_ASYNC} if is_ahead else set())
+    return slime_defaults(translate(argv).argv, names)
 
 
 def make_shim(folder: str) -> list[Path]:
@@ -152,10 +139,7 @@ def make_shim(folder: str) -> list[Path]:
 
 
 def render(script: Script, path: str, is_small: bool = False) -> list[str]:
-    """Return the commands of a script as lines for a shell, each with comments on what differs.
-
-    is_small  as small as a first try is
-    """
+    """Return the commands of a script as lines for a shell, each with comments on what differs."""
     lines = [f"# {path}, for fusionrl", *_comments(script.notes)]
     for file, text in script.files.items():
         lines += written_file(quoted(file), text)
@@ -166,9 +150,8 @@ def render(script: Script, path: str, is_small: bool = False) -> list[str]:
 
 
 def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written: Sequence[str]) -> list[str]:
-    """Return the command of one launch with its comments.
+    """Return the command of one launch of a script in `folder`, with its comments.
 
-    folder   the script's
     custom   the file for flags that slime does not have
     written  files that the script writes before
     """
@@ -201,8 +184,7 @@ def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written:
     lines += _comments(translated.notes)
     lines += _comments(f"NOT HERE {error}" for error in [*apart.errors, *translated.errors])
     lines += _comments(f"TO CHANGE {error}" for error in _to_change([*translated.argv, *added], written))
-    compared = [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]
-    if compared:
+    if compared := [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]:
         lines += _comment(
             f"{len(compared)} flags of the model's shape are left out: config.json of --hf-checkpoint says the same"
             " (`fusionrl train` compares them where they are given)"
@@ -287,24 +269,14 @@ def _environment(env: str | None) -> list[str]:
     except (ValueError, AttributeError):
         return _comment("the job's environment (--runtime-env-json) is not known; export what your functions need")
     of_cluster = ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
-    job_variables = [name for name in variables if name not in of_cluster] if isinstance(variables, Mapping) else []
-    if not job_variables:
-        return []
-    return _comment(
-        f"the job sets {', '.join(job_variables)}: export what your functions need before the command"
-        " (secrets: --hook-env)"
-    )
+    names = [name for name in variables if name not in of_cluster] if isinstance(variables, Mapping) else []
+    cure = "export what your functions need before the command (secrets: --hook-env)"
+    return _comment(f"the job sets {', '.join(names)}: {cure}") if names else []
 
 
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(
-        " ".join(plain(text).split()),
-        _WIDTH,
-        initial_indent="# ",
-        subsequent_indent="#   ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(_WIDTH, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(" ".join(plain(text).split()))
 
 
 def _comments(texts: Iterable[str]) -> list[str]:

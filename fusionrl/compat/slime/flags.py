@@ -32,18 +32,12 @@ class Kind(enum.Enum):
 
 
 class Entry(NamedTuple):
-    """One flag.
-
-    kind     how it is treated
-    arity    number of values: 0, 1, 2, or -1 for all up to the next flag
-    text     for people: the flag to write, or the reason
-    neutral  values of a refused flag that match what fusionrl does: accepted, without effect
-    """
+    """One flag."""
 
     kind: Kind
-    arity: int
-    text: str
-    neutral: tuple[str, ...] = ()
+    arity: int  # number of values: 0, 1, 2, or -1 for all up to the next flag
+    text: str  # for people: the flag to write, or the reason
+    neutral: tuple[str, ...] = ()  # values of a refused flag that match what fusionrl does: accepted, without effect
 
     def accept(self, name: str, values: list[str], accepted: dict[str, object]) -> str | None:
         """Put the flag `name` into `accepted` if it is compared or has no effect; otherwise return the error."""
@@ -125,18 +119,12 @@ DIFFERS = {name: text for flag, text in rows_of("Same name, different behaviour"
 
 
 class Default(NamedTuple):
-    """A default that differs in slime.
+    """A default that differs in slime."""
 
-    slime    the default there (slime's, or Megatron-LM's)
-    written  fusionrl flags that give slime's value
-    reason   why fusionrl differs
-    only_with  the default matters only with one of these flags (or that kind of launch); empty: always
-    """
-
-    slime: str
-    written: str
-    reason: str
-    only_with: tuple[str, ...] = ()
+    slime: str  # the default there (slime's, or Megatron-LM's)
+    written: str  # fusionrl flags that give slime's value
+    reason: str  # why fusionrl differs
+    only_with: tuple[str, ...] = ()  # it matters only with one of these flags (or that kind of launch); empty: always
 
 
 TRAIN_ASYNC = "train_async"  # a launch of train_async.py, which becomes --pipeline one-step-off

@@ -22,26 +22,18 @@ from fusionrl.base.wording import codes, table_rows
 
 @dataclass(frozen=True)
 class Here:
-    """A name that exists here.
+    """A name that exists here."""
 
-    target   `module:name`
-    differs  how its behaviour differs from slime's; empty: it is the same to a caller
-    """
-
-    target: str
-    differs: str = ""
+    target: str  # `module:name`
+    differs: str = ""  # how its behaviour differs from slime's; empty: it is the same to a caller
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A name, or a whole module, that does not exist here.
-
-    why      the reason
-    instead  what to use or write in its place
-    """
+    """A name, or a whole module, that does not exist here."""
 
     why: str
-    instead: str
+    instead: str  # what to use or write in its place
 
 
 Entry = Here | Absent

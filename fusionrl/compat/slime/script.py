@@ -22,15 +22,8 @@ from fusionrl.sandbox import Limits, SandboxError, run_python_sync
 
 _INSIDE = Path(__file__).parent / "inside"
 _WALL_S = 30.0
-_LIMITS = Limits(
-    wall_s=2 * _WALL_S,
-    cpu_s=60,
-    memory_bytes=2 << 30,
-    file_bytes=64 << 20,
-    disk_bytes=256 << 20,
-    num_files=20_000,
-    num_processes=256,
-)
+_BYTES: Any = {"memory_bytes": 2 << 30, "file_bytes": 64 << 20, "disk_bytes": 256 << 20}
+_LIMITS = Limits(wall_s=2 * _WALL_S, cpu_s=60, num_files=20_000, num_processes=256, **_BYTES)
 _MAX_ANSWER = 16 << 20  # bytes
 _MAX_LAUNCHES = 50
 # Of the checkout that a script may read: files that are looked at and that are copied, and bytes of one and of all.
@@ -62,30 +55,20 @@ _TRAINING = re.compile(r"(?:.*/)?\w*(?:train|sft|finetune)\w*\.py")
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts a run.
+    """A command that starts a run."""
 
-    program  `train` or `train_async`
-    argv     its arguments; parts that cannot be known are marked (see `arguments`)
-    env      the variables that a Ray job's --runtime-env-json sets, as text
-    """
-
-    program: str
-    argv: tuple[str, ...]
-    env: str | None = None
+    program: str  # `train` or `train_async`
+    argv: tuple[str, ...]  # parts that cannot be known are marked (see `arguments`)
+    env: str | None = None  # the variables that a Ray job's --runtime-env-json sets, as text
 
 
 @dataclass
 class Script:
-    """The launches of a script, and notes on what is unknown.
+    """The launches of a script, and notes on what is unknown."""
 
-    launches  in the order of the script
-    notes     a line for each thing that was taken for granted
-    files     texts that it writes and that a launch names, by their paths
-    """
-
-    launches: list[Launch] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)  # in the order of the script
+    notes: list[str] = field(default_factory=list)  # a line for each thing that was taken for granted
+    files: dict[str, str] = field(default_factory=dict)  # texts that it writes and that a launch names, by their paths
 
     def note(self, text: str) -> None:
         """Add a note, once."""

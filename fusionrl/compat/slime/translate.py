@@ -138,9 +138,8 @@ def _rename(flag: _Given, names: dict[str, _Given], result: Translated) -> None:
     if flag.name == "disable_rollout_global_dataset":
         source = [] if "data_source_path" in names else ["--data-source-path", _BLANK_SOURCE]
         result.argv += source
-        result.notes.append(
-            f"{flag.shown}: {f'it is {chr(32).join(source)}' if source else 'left out'}: no --prompt-data"
-        )
+        fate = f"it is {' '.join(source)}" if source else "left out"
+        result.notes.append(f"{flag.shown}: {fate}: no --prompt-data")
         return
     if flag.name == "spec":
         path = ".".join(flag.values)
@@ -214,21 +213,27 @@ def _load(
     load: str, save: str | None, step: str | None, result: Translated, form: Callable[[str], Form | None]
 ) -> bool:
     """Say what --load is here; returns whether the policy's weights come from it."""
-    kind = form(load)
-    if kind is None and step is not None and not _is_run(load):
+    kind, is_run = form(load), (Path(load) / "checkpoints").is_dir()
+    is_same = save is not None and load.rstrip("/") == save.rstrip("/")
+    if kind is None and step is not None and not is_run:
         kind = "torch_dist"  # on the machine of the run: only such a checkpoint has steps
     if kind == "torch_dist":
         folder = load if step is None else _of_step(load, step)
         result.argv += ["--megatron-checkpoint", folder]
         result.notes.append(f"--load {load}: its weights are read (--megatron-checkpoint {folder})")
-        if save is not None and _same(load, save):
-            _without_run_dir(save, result)
+        if is_same:  # a folder of another program's checkpoints: the run goes next to it
+            run_dir = f"{load.rstrip('/')}_fusionrl"
+            _replace(result, "--run-dir", run_dir)
+            result.argv += ["--resume"]
+            result.notes.append(
+                f"--save {save}: it holds checkpoints of another program; the run goes to --run-dir {run_dir} --resume"
+            )
         return True
     if step is not None:
         result.errors.append(
             f"--ckpt-step {step}: --load {load} is not a torch_dist checkpoint; --resume takes the last one"
         )
-    if save is not None and _same(load, save) and kind is None:
+    if is_same and kind is None:
         result.argv += ["--resume"]
         result.notes.append(
             f"--load {load}: it is --resume: the run continues there, or starts if the folder has none yet. If it has"
@@ -239,25 +244,11 @@ def _load(
         _replace(result, "--hf-checkpoint", load)
         result.notes.append(f"--load {load}: it is --hf-checkpoint")
         return True
-    if _is_run(load):
+    if is_run:
         result.errors.append(f"--load {load}: it is a run's folder; to resume it: --run-dir {load} --resume")
     else:
         result.notes.append(f"--load {load}: nothing is there; the run starts with its other weights")
     return False
-
-
-def _is_run(folder: str) -> bool:
-    return (Path(folder) / "checkpoints").is_dir()
-
-
-def _without_run_dir(save: str, result: Translated) -> None:
-    """Move the run to a folder next to `save`, which holds another program's checkpoints."""
-    run_dir = save.rstrip("/") + "_fusionrl"
-    _replace(result, "--run-dir", run_dir)
-    result.argv += ["--resume"]
-    result.notes.append(
-        f"--save {save}: it holds checkpoints of another program; the run goes to --run-dir {run_dir} --resume"
-    )
 
 
 def _reference(
@@ -278,21 +269,14 @@ def _replace(result: Translated, flag: str, value: str | None) -> None:
     """Give `flag` another value on the command line; None: take it away."""
     written = [] if value is None else [flag, value]
     for position, token in enumerate(result.argv):
-        if token == flag:
-            result.argv[position : position + 2] = written
-            return
-        if token.startswith(flag + "="):
-            result.argv[position : position + 1] = written
+        if token == flag or token.startswith(flag + "="):
+            result.argv[position : position + (2 if token == flag else 1)] = written
             return
     result.argv += written
 
 
 def _of_step(folder: str, step: str) -> str:
     return f"{folder.rstrip('/')}/iter_{int(step):07d}"
-
-
-def _same(folder: str, save: str) -> bool:
-    return folder.rstrip("/") == save.rstrip("/")
 
 
 def accepted_notes(accepted: dict[str, object]) -> list[str]:

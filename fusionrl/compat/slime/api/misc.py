@@ -145,8 +145,7 @@ def device_type() -> str:
 
 def device_name(index: int | None = None) -> str:
     """Return a device's name as torch writes it."""
-    kind = device_type()
-    return kind if index is None or kind == "cpu" else f"{kind}:{index}"
+    return device_type() if index is None or device_type() == "cpu" else f"cuda:{index}"
 
 
 def device(index: int | None = None) -> torch.device:
