@@ -120,14 +120,6 @@ def _bound_socket(host: str, port: int = 0, guests: Sequence[str] = ()) -> socke
     return listener
 
 
-class _Instruction(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
-
-
 def refuse_others(listener: socket.socket, addresses: Sequence[str]) -> None:
     """Let the kernel drop every packet to an IPv4 socket, and to what it accepts, that is from none of `addresses`.
 
@@ -143,9 +135,10 @@ def refuse_others(listener: socket.socket, addresses: Sequence[str]) -> None:
         (number,) = struct.unpack("!I", socket.inet_aton(address))
         code.append((_JUMP_EQUAL, len(allowed) - index, 0, number))
     code += [(_RETURN, 0, 0, 0), (_RETURN, 0, 0, 0xFFFFFFFF)]
-    instructions = (_Instruction * len(code))(*(_Instruction(*instruction) for instruction in code))
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
+    program = struct.pack("HP", len(code), ctypes.addressof(instructions))  # struct sock_fprog
     try:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(_Program(len(code), instructions)))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
     except OSError as error:
         logger.warning("the stores of process groups take connections from everywhere: no socket filter (%s)", error)
 

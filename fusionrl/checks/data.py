@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
 from fusionrl.base.imports import quiet
 from fusionrl.checks.images import image_text, usable_columns
 from fusionrl.checks.rewards import label_check

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -97,14 +98,6 @@ def resume_lines(config: Config, plan: Plan) -> list[str]:
     return [*lines, end] if end else lines
 
 
-def _fused_version() -> str | None:
-    """The version of Transformer Engine that is installed here."""
-    try:
-        return metadata.version("transformer_engine")
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
     """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
     if plan.layout is None:
@@ -114,10 +107,13 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
         role = plan.auxiliary.role
         groups.append((f"{role}-", auxiliary_config(config, role), plan.trainer_plan(role), plan.auxiliary.shape))
     errors: list[str] = []
+    fused_version: str | None = None
+    with suppress(metadata.PackageNotFoundError):
+        fused_version = metadata.version("transformer_engine")
     passed = config.passthrough
     for prefix, part, own, shape in groups:
         attempt(errors, partial(lr_decay_steps, part.train, own.num_steps, prefix))
-        attempt(errors, partial(check_fused_layers, part, shape, plan.device, own.precision, _fused_version()))
+        attempt(errors, partial(check_fused_layers, part, shape, plan.device, own.precision, fused_version))
         if passed.transformer or passed.optimizer or passed.ddp:
             # Only now: the import takes seconds, unless the flags' types were asked for.
             with quiet():

@@ -42,9 +42,8 @@ from fusionrl.plan.trainers import Role, auxiliary_config
 from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_specs import EngineRole, engine_specs
-from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
 from fusionrl.runtime.ray_cluster import LEAVE_DEVICES, Bundle, actor_on, is_alone, place_devices, start_ray
-from fusionrl.runtime.supervisor import ActorRegistry, is_running
+from fusionrl.runtime.supervisor import ActorRegistry
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS, BufferWorker
 from fusionrl.weights.remote_calls import LocalActor, end, get, put
 
@@ -76,7 +75,7 @@ class Launcher:
     @property
     def is_running(self) -> bool:
         """Return whether actors can be asked."""
-        return is_running()
+        return bool(ray.is_initialized())
 
     # ------------------------------------------------------------------------------------ start
     def start(self, on_ray: Callable[[], None] = lambda: None) -> None:
@@ -90,7 +89,8 @@ class Launcher:
         if withheld := not_passed_on(self._config.run.hook_env):
             logger.info("not passed on to the run's processes: %s (see --hook-env)", ", ".join(withheld))
         self._early_start.begin(self._config, plan.device)
-        assert self._private is not None
+        private = self._early_start.folder
+        assert private is not None
         # Ray's processes inherit this one's environment; on a CPU so do the actors, in a cluster of the run's own.
         added = LEAVE_DEVICES | self._early_start.environment() | self._env() if self._inherits else {}
         with without_secrets("ray"), extended_environment(added):
@@ -99,7 +99,7 @@ class Launcher:
                 plan.num_bundles,
                 address=cluster.ray_address,
                 dashboard=self._config.run.dashboard,
-                folder=self._private / "ray",
+                folder=private / "ray",
                 allow_open=cluster.allow_open_ray,
             )
         on_ray()
@@ -125,6 +125,8 @@ class Launcher:
             ray.kill(part)
         if len(specs) == 1:
             return self._engine_actor(EngineWorker, specs[0], places[0])
+        from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
+
         per_node = specs[0].ranks_here
         parts = [self._engine_actor(EnginePartWorker, s, places[i * per_node]) for i, s in enumerate(specs) if i]
         self._parts[specs[0].name] = parts
@@ -132,8 +134,10 @@ class Launcher:
 
     def _engine_specs(self, role: EngineRole, index: int) -> tuple[list[Bundle], list[EngineSpec]]:
         """(devices of an engine, the specification of each of its parts)."""
-        scorers = {scorer.role: scorer.bundles for scorer in self._plan.scorers}
-        numbers = self._plan.all_engine_bundles[index] if role == "engine" else scorers[role][index]
+        if role == "engine":
+            numbers = self._plan.all_engine_bundles[index]
+        else:
+            numbers = next(scorer.bundles[index] for scorer in self._plan.scorers if scorer.role == role)
         places = [self.bundles[number] for number in numbers]
         return places, engine_specs(
             *(self._config, self._plan, role, index, places),
@@ -234,11 +238,6 @@ class Launcher:
         return Router(host, logs, api_key=key, router_args=router_args, name=name)
 
     # ------------------------------------------------------------------------------------ where and how
-    @property
-    def _private(self) -> Path | None:
-        """Ray's files and the stores of process groups, for this user alone."""
-        return self._early_start.folder
-
     def _host(self, bundle: Bundle) -> str:
         return LOOPBACK if self.is_alone else bundle.node_address
 
@@ -250,18 +249,20 @@ class Launcher:
         return None if self._inherits else self._env()
 
     def _env(self) -> dict[str, str]:
+        private = self._early_start.folder
         return actor_environment(
             self._plan,
             self._config.passthrough.sglang,
             os.environ,
-            stores=self._private / "stores" if self.is_alone and self._private is not None else None,
+            stores=private / "stores" if self.is_alone and private is not None else None,
             peers=[] if self.is_alone else [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]],
         )
 
     # ------------------------------------------------------------------------------------ end
     def keep_ray_logs(self) -> None:
         """After a failure: copy Ray's logs into the run's folder, as its own files are removed."""
-        if self._private is None or not (log_folders := list(self._private.glob("ray/session_2*/logs"))):
+        private = self._early_start.folder
+        if private is None or not (log_folders := list(private.glob("ray/session_2*/logs"))):
             return
         target = self.run_dir / "logs" / f"ray.a{self._attempt}"
         try:

@@ -38,13 +38,15 @@ def on_policy(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
-    run.background_eval.finish()
+    if run.background_eval is not None:
+        run.background_eval.finish()
 
 
 def streamed(run: Run) -> None:
     """Generate while trainers train; the Buffer's controller decides what is trained and when to push."""
     _push_first(run)
-    run.begin_stream()
+    run.make_room_for_engines()
+    run.actors.buffer.stream.start(run.first_rollout)
     for step in steps(run):
         with step:
             run.reporter.status("generating")
@@ -57,7 +59,8 @@ def streamed(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
-    run.background_eval.finish()  # first: the end of the stream tells every function that is at work to stop
+    if run.background_eval is not None:
+        run.background_eval.finish()  # first: the end of the stream tells every function that is at work to stop
     run.actors.buffer.stream.stop()
 
 
@@ -196,13 +199,16 @@ class Step:
             if self._saves:
                 self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
             if error is None:
-                self._run.background_eval.collect()
+                if self._run.background_eval is not None:
+                    self._run.background_eval.collect()
                 self._run.stop.check()
 
     def generate(self) -> Rollout:
         """Start the rollout and wait for it."""
+        run = self._run
         with phase("generate", step=self.number):
-            rollout = self._run.wait_rollout(self._run.start_rollout(self.rollout_id))
+            run.make_room_for_engines()
+            rollout = run.wait_rollout(run.actors.buffer.start_rollout(self.rollout_id, run.actors.weights.version))
         self.values |= rollout.metrics
         return rollout
 

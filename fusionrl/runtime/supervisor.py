@@ -35,10 +35,6 @@ FAILURES = (RuntimeError, OSError, ray.exceptions.RayError)
 """Errors that may be the consequence of a process that died."""
 
 
-def is_running() -> bool:
-    return bool(ray.is_initialized())
-
-
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that an actor's method raised, without its Ray wrapper."""
     cause = getattr(error, "cause", None)
@@ -112,10 +108,8 @@ class ActorRegistry:
         if not dead:
             return None
         member, reason = dead[0]
-        kills = self._memory_kills.sentence()
-        if kills:
-            reason += f". {kills}"
-        return ActorDied(f"{member.name} died: {reason}. {self._end_of_log(member.log)}")
+        parts = [f"{member.name} died: {reason}", self._memory_kills.sentence(), self._end_of_log(member.log)]
+        return ActorDied(". ".join(filter(None, parts)))
 
     def _dead(self, error: BaseException) -> list[tuple[Member, str]]:
         """List the dead, each with the reason; the first to die comes first."""
@@ -154,17 +148,13 @@ def _reason(reported: ray.exceptions.RayActorError | None, pid: int | None, caus
     return f"{process} ended without an error of its own (killed, out of memory, or crashed)"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what Ray wrapped in it, and what it was raised from."""
-    pending, seen = [error], set[int]()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        causes = (getattr(current, "cause", None), current.__cause__, current.__context__)
-        pending += [cause for cause in causes if isinstance(cause, BaseException)]
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return the error, what Ray wrapped in it, and what it was raised from."""
+    chain = [error]
+    for link in chain:  # which grows meanwhile
+        causes = (getattr(link, "cause", None), link.__cause__, link.__context__)
+        chain += [cause for cause in causes if isinstance(cause, BaseException) and cause not in chain]
+    return chain
 
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,6 @@ from fusionrl.observe.stalls import (
 from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher
-from fusionrl.runtime.supervisor import is_running
 from fusionrl.weights.remote_calls import waited_for
 
 _ANSWER_S = 3.0
@@ -92,7 +91,7 @@ class ProgressProbes:
 
     def elsewhere(self) -> Sequence[ProcessState]:
         """Look at the run's processes on its other nodes. A node that does not answer is left out."""
-        if not is_running():
+        if not ray.is_initialized():
             return []
         own_node = ray.get_runtime_context().get_node_id()
         nodes = sorted({bundle.node_id for bundle in self._launcher.bundles} - {own_node})
@@ -127,9 +126,9 @@ def _numbers(url: str, api_key: str) -> tuple[float, float, float, float]:
 
 def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:
     """Look at the run's processes on nodes of the cluster."""
-    task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(_look_at)
+    task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(look)
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    looks = [task.options(scheduling_strategy=place).remote(str(logs)) for place in places]
+    looks = [task.options(scheduling_strategy=place).remote(logs) for place in places]
     done, late = ray.wait(looks, num_returns=len(looks), timeout=_NODE_S)
     for reference in late:
         ray.cancel(reference, force=True)
@@ -137,10 +136,6 @@ def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:
     for reference in done:
         seen += ray.get(reference)
     return seen
-
-
-def _look_at(logs: str) -> list[ProcessState]:
-    return look(Path(logs))
 
 
 T = TypeVar("T")

@@ -1,9 +1,12 @@
 """`WeightSync`: the version of the engines' weights, the push that changes it, and its verification."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -14,12 +17,14 @@ from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
 from fusionrl.plan.trained_parts import adapter_folders, adapter_names, adapters_of, has_several_adapters
 from fusionrl.runtime.engine_pool import CACHES, EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES
-from fusionrl.runtime.external_engines import ExternalEngines
 from fusionrl.runtime.supervisor import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.weights.push import drop_files, push_adapters, push_by_disk, push_weights
 from fusionrl.weights.remote_calls import merge_loss, wait_all
 from fusionrl.weights.verify import Verification, WeightMismatch
+
+if TYPE_CHECKING:
+    from fusionrl.runtime.external_engines import ExternalEngines
 
 logger = logging.getLogger(__name__)
 

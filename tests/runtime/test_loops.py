@@ -193,7 +193,7 @@ def test_one_that_has_ended_at_a_stop_is_recorded() -> None:
         cluster.done = {2}
         run.end_early()
     assert diary.log[-3:] == ["save 2", "evaluate 2", "record evaluation 2"]
-    assert diary.lines == [] and run.background_eval.step is None
+    assert diary.lines == [] and run.background_eval is not None and run.background_eval.step is None
 
 
 def losing(cluster: Cluster, lost_step: int, num_times: int) -> None:
