@@ -19,7 +19,7 @@ from fusionrl.runtime.supervisor import StopSignal
 
 if TYPE_CHECKING:
     from fusionrl.runtime.run import Saver
-    from fusionrl.runtime.run_context import BackgroundEval
+    from fusionrl.runtime.background_eval import BackgroundEval
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.plan.eval_bundles:
-            from fusionrl.runtime.run_context import BackgroundEval
+            from fusionrl.runtime.background_eval import BackgroundEval
 
             self.background_eval = BackgroundEval(self.actors.buffer, self.reporter, self._push_for_evaluation)
 
@@ -139,7 +139,7 @@ class Run:
         """
         if self.background_eval is None or not (self.first_rollout and self.config.eval.eval_interval):
             return False
-        from fusionrl.runtime.run_context import PastEvaluations
+        from fusionrl.runtime.background_eval import PastEvaluations
 
         past = PastEvaluations(self.path)
         lost = past.last_begun(before=self.first_rollout)
