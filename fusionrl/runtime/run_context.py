@@ -18,8 +18,8 @@ from fusionrl.runtime.run_actors import Actors
 from fusionrl.runtime.supervisor import StopSignal
 
 if TYPE_CHECKING:
-    from fusionrl.runtime.run import Saver
     from fusionrl.runtime.background_eval import BackgroundEval
+    from fusionrl.runtime.run import Saver
 
 logger = logging.getLogger(__name__)
 
