@@ -1,7 +1,7 @@
 """Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
 
 Unlike with `python -m sglang.launch_server` the API key comes by standard input, as every user of the machine can read
-a command line, and each event of a stream reports which weights sampled which token (`stream_versions`). With
+a command line, and each event of a stream reports which weights sampled which token (`server_patches`). With
 `FUSIONRL_DEVICE=cpu` importing this module installs the stand-ins of the cpu wing, so that spawned children, which
 import their parent's main module, have them too, and SGLang's children are forked instead.
 """
@@ -88,7 +88,7 @@ def import_model() -> None:
                 importlib.import_module(name)
         if processor := os.environ.get(cpu_wing.PROCESSOR_VARIABLE):
             importlib.import_module(f"sglang.srt.multimodal.processors.{processor}")
-        import fusionrl.models.shape  # noqa: F401  # of `model_checks`
+        import fusionrl.models.shape  # noqa: F401  # of `check_models`
 
 
 @contextmanager

@@ -96,7 +96,9 @@ def test_a_load_is_over_when_all_ranks_have_it_or_none(failures: list[str | None
     runner = SimpleNamespace(unload_lora_adapter=unloaded.append)
     scheduler: Any = SimpleNamespace(tp_cpu_group=None, tp_worker=SimpleNamespace(model_runner=runner))
     request: Any = SimpleNamespace(to_ref=lambda: "ref")
-    answer = adapter_versions._agreeing(lambda self, request: result)(scheduler, request)  # type: ignore
+    schedulers: Any = SimpleNamespace(Scheduler=SimpleNamespace(load_lora_adapter=lambda self, request: result))
+    adapter_versions._agree_on_loads(schedulers)
+    answer = schedulers.Scheduler.load_lora_adapter(scheduler, request)
     assert gathered == failures[:1] and answer.success == (failures == [None, None])
     assert unloaded == (["ref"] if failures[0] is None and failures[1] else [])
     assert answer.success or ("rank" in answer.error_message and "no such file" in answer.error_message)

@@ -211,7 +211,7 @@ def test_a_function_sees_the_images_of_a_sample(pool: RewardPool, hooks: str, tm
         train = shown.multimodal_train_inputs
         assert train is not None
         for sample, wanted in ((shown, train["pixel_values"].sum().item()), (asked, 0.0)):
-            reward = call(pool, grading(f"{hooks}:looks"), [sample]).result(20)
+            reward = call(pool, grading(f"{hooks}:looks"), [sample], 50.0).result(60)
             assert reward == pytest.approx(wanted, rel=1e-4)
             assert sample.metadata["pixel"] == tuple(pixels[5, 3])
         assert images_of(asked) == [ref]
