@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 
 from fusionrl.checks.model import size_errors
-from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, readable_sets, sees_images
 from fusionrl.config.run_parts import DEFAULT_ROLLOUT, estimator_of, has_own_rollout, has_own_source
@@ -190,6 +189,8 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
 def _engine_errors(
     prefix: str, size: int, server_args: Mapping[str, object], model: ScorerModel, config: Config
 ) -> list[str]:
+    from fusionrl.config import upstream_flags as upstream  # only where there is such a model
+
     per_node = config.cluster.num_gpus_per_node
     heads = {"attention heads": model.num_attention_heads}
     errors = size_errors(f"{prefix}-num-gpus-per-engine", size, heads, per_node)

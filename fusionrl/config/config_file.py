@@ -264,20 +264,12 @@ def _take(name: str, setting: Setting, flags: FileFlags) -> None:
 
 def _is_wanted(flag: str, value: object, is_overridden: bool) -> bool:
     """Return False for a value with a hidden password where the command line gives the flag; else it is an error."""
-    if not _hides_password(value):
+    if _HIDDEN not in str(value):
         return True
     if is_overridden:
         return False
     text = f"{flag} {value}" if isinstance(value, str) else flag
     raise ValueError(f"{text}: the password is not kept in a run's folder; write it, or give the flag")
-
-
-def _hides_password(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(_hides_password(part) for pair in value.items() for part in pair)
-    if isinstance(value, list):
-        return any(map(_hides_password, value))
-    return isinstance(value, str) and _HIDDEN in value
 
 
 def _value(name: str, setting: Setting) -> object:
@@ -360,7 +352,7 @@ def _take_custom(entries: tuple[Setting, ...], custom: dict[str, Json], errors: 
     for entry in entries:
         if reason := own_name_error(entry.key):
             errors.append(f"{entry.place}: passthrough.custom.{entry.key}: {reason}")
-        elif _hides_password(entry.typed):
+        elif _HIDDEN in str(entry.typed):
             where = f"{entry.place}: passthrough.custom.{entry.key}"
             errors.append(f"{where}: the password is not kept in a run's folder; give --custom-config-path")
         else:

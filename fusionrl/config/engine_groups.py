@@ -53,7 +53,8 @@ class EngineGroup:
 
 def engine_groups(config: Config) -> tuple[EngineGroup, ...]:
     """Return the groups of the run; none without the flag. ValueError: one cannot be read."""
-    return read_groups(tuple(config.cluster.engine_group), config.cluster.rollout_num_gpus_per_engine)
+    texts = config.cluster.engine_group
+    return read_groups(tuple(texts), config.cluster.rollout_num_gpus_per_engine) if texts else ()
 
 
 def serving_groups(config: Config) -> tuple[EngineGroup, ...]:
@@ -68,13 +69,15 @@ def eval_group(config: Config) -> EngineGroup | None:
 
 def has_pairs(texts: Sequence[str]) -> bool:
     """Return whether requests go to pairs of engines, of which none answers alone; `texts` are the flag's."""
-    return any(group.role == "prefill" for group in read_groups(tuple(texts), 1))
+    return bool(texts) and any(group.role == "prefill" for group in read_groups(tuple(texts), 1))
 
 
 def devices_of_groups(values: Mapping[str, object]) -> dict[str, int]:
     """Return the counts of devices that follow from the groups, by field, without those that `values` have."""
     texts = values.get("engine_group")
-    groups = read_groups(tuple(map(str, texts)) if isinstance(texts, list) else (), 1)
+    if not isinstance(texts, list):
+        return {}
+    groups = read_groups(tuple(map(str, texts)), 1)
     counts = {
         "rollout_num_gpus": sum(group.num_gpus for group in groups if group.role != "eval"),
         "eval_num_gpus": sum(group.num_gpus for group in groups if group.role == "eval"),

@@ -64,13 +64,11 @@ _MAY_BE_ASYNC = frozenset({"rollout_sample_hook_path", "custom_rm_path", "agent_
 
 # Names of the first parameters that reward functions of other frameworks have: bound by position, one of these would
 # get `args` or a sample, and compare it with texts in silence.
-_FOREIGN_REWARD_NAMES = frozenset(
-    {
-        *("response", "responses", "completion", "completions", "prompt", "prompts", "prediction", "predict_str"),
-        *("solution_str", "solution", "model_output", "model_response", "output", "text", "data_source", "query"),
-        *("label", "labels", "ground_truth", "gold", "answer", "answers", "reference", "target", "expected"),
-    }
-)
+_FOREIGN_REWARD_NAMES = {
+    *("response", "responses", "completion", "completions", "prompt", "prompts", "prediction", "predict_str"),
+    *("solution_str", "solution", "model_output", "model_response", "output", "text", "data_source", "query"),
+    *("label", "labels", "ground_truth", "gold", "answer", "answers", "reference", "target", "expected"),
+}
 
 # Keyword arguments that a function gets only if its signature names them.
 OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}

@@ -9,12 +9,10 @@ from fusionrl.config.hooks import flag_of
 from fusionrl.observe.formats import to_jsonable
 
 # These say how one attempt starts and what it shows; the run is the same.
-_OF_AN_ATTEMPT = frozenset(
-    {
-        *("resume", "run_dir", "run_dir_mode", "name", "dry_run", "in_process", "pdb", "dashboard", "log_level"),
-        *("log_samples", "save_token_values", "use_tensorboard"),
-    }
-)
+_OF_AN_ATTEMPT = {
+    *("resume", "run_dir", "run_dir_mode", "name", "dry_run", "in_process", "pdb", "dashboard", "log_level"),
+    *("log_samples", "save_token_values", "use_tensorboard"),
+}
 _ORDER = "the prompts come in another order from here on: some come twice, others not in this epoch"
 _NOTES = {
     "rollout_seed": _ORDER,
@@ -23,12 +21,10 @@ _NOTES = {
     "hf_checkpoint": "what was trained is the checkpoint's; tokenizer, reference model and the base of adapters come"
     " from the new folder",
 }
-_LENGTHS = frozenset(
-    {
-        *("num_rollout", "num_epoch", "num_steps_per_rollout", "global_batch_size", "rollout_batch_size"),
-        *("n_samples_per_prompt", "lr_decay_iters"),
-    }
-)
+_LENGTHS = {
+    *("num_rollout", "num_epoch", "num_steps_per_rollout", "global_batch_size", "rollout_batch_size"),
+    *("n_samples_per_prompt", "lr_decay_iters"),
+}
 
 
 def as_written(config: Config) -> dict[str, dict[str, object]]:

@@ -29,55 +29,47 @@ T = TypeVar("T")
 class Scope:
     """The settings in which a field acts.
 
-    holds     whether it does in a run
-    missing   what a run lacks where it does not: of the mode ("it has no trainers"), or of the other flags, with or
+    missing   what a run lacks where it does not act: of the mode ("it has no trainers"), or of the other flags, with or
               without which it acts ("without --use-kl-loss")
+    holds     whether it acts in a run
     refuses   where it does not hold, a value that is not the default is an error
     """
 
-    holds: Callable[[Config], bool]
     missing: str
+    holds: Callable[[Config], bool]
     refuses: bool = False
 
 
-def _if(missing: str, holds: Callable[[Config], bool]) -> Scope:
-    return Scope(holds, missing)
-
-
-def _needs(missing: str, holds: Callable[[Config], bool]) -> Scope:
-    return Scope(holds, missing, refuses=True)
-
-
 # ------------------------------------------------------------------------------------------------ by mode
-TRAINERS = Scope(run_parts.uses_trainers, "it has no trainers")
-ENGINES = Scope(run_parts.uses_engines, "it has no engines")
-PUSHES = Scope(lambda c: run_parts.uses_trainers(c) and run_parts.uses_engines(c), "no weights are pushed")
-TRAINS = Scope(run_parts.changes_weights, "no weights are trained")
-POLICY = Scope(run_parts.has_policy_loss, "it has no policy loss")
-GENERATES = Scope(run_parts.generates, "nothing is generated to train on")
-EVALUATES = Scope(run_parts.evaluates, "engines evaluate nothing")
-TESTS = Scope(lambda c: run_parts.evaluates(c) or run_parts.validates(c), "nothing is evaluated")
-STEPS = Scope(lambda c: c.run.mode != "eval", "it has no steps")
-TESTS_BETWEEN = Scope(lambda c: STEPS.holds(c) and TESTS.holds(c), "nothing is evaluated between steps")
-SAVES = Scope(run_parts.saves, "nothing is saved")
-PROMPTS = Scope(lambda c: STEPS.holds(c) and not c.run.load_debug_rollout_data, "no prompt data is read")
-ROLLOUT_FUNCTION = Scope(lambda c: not c.run.load_debug_rollout_data, "rollouts are read from files")
-SCORES = Scope(lambda c: c.run.mode in ("rl", "reject-sampling"), "nothing is scored to train on or to choose from")
-RL = Scope(lambda c: c.run.mode == "rl", "no policy is trained by rewards")
-SFT = Scope(lambda c: c.run.mode == "sft", "it has no conversations to train on")
+TRAINERS = Scope("it has no trainers", run_parts.uses_trainers)
+ENGINES = Scope("it has no engines", run_parts.uses_engines)
+PUSHES = Scope("no weights are pushed", lambda c: run_parts.uses_trainers(c) and run_parts.uses_engines(c))
+TRAINS = Scope("no weights are trained", run_parts.changes_weights)
+POLICY = Scope("it has no policy loss", run_parts.has_policy_loss)
+GENERATES = Scope("nothing is generated to train on", run_parts.generates)
+EVALUATES = Scope("engines evaluate nothing", run_parts.evaluates)
+TESTS = Scope("nothing is evaluated", lambda c: run_parts.evaluates(c) or run_parts.validates(c))
+STEPS = Scope("it has no steps", lambda c: c.run.mode != "eval")
+TESTS_BETWEEN = Scope("nothing is evaluated between steps", lambda c: STEPS.holds(c) and TESTS.holds(c))
+SAVES = Scope("nothing is saved", run_parts.saves)
+PROMPTS = Scope("no prompt data is read", lambda c: STEPS.holds(c) and not c.run.load_debug_rollout_data)
+ROLLOUT_FUNCTION = Scope("rollouts are read from files", lambda c: not c.run.load_debug_rollout_data)
+SCORES = Scope("nothing is scored to train on or to choose from", lambda c: c.run.mode in ("rl", "reject-sampling"))
+RL = Scope("no policy is trained by rewards", lambda c: c.run.mode == "rl")
+SFT = Scope("it has no conversations to train on", lambda c: c.run.mode == "sft")
 RENDERS = Scope(
-    run_parts.uses_engines,
     "conversations always go through the chat template, and text prompts are trained as plain text with their response"
     " (for the template, give messages)",
+    run_parts.uses_engines,
 )
-NOT_SFT = Scope(lambda c: c.run.mode != "sft", "nothing is sampled")
-REJECTS = Scope(lambda c: c.run.mode == "reject-sampling", "no samples are chosen and written")
+NOT_SFT = Scope("nothing is sampled", lambda c: c.run.mode != "sft")
+REJECTS = Scope("no samples are chosen and written", lambda c: c.run.mode == "reject-sampling")
 PRESET = Scope(
+    "no policy is trained by rewards",
     lambda c: (
         c.run.mode == "rl"
         or (REJECTS.holds(c) and "dynamic_sampling_filter_path" in PRESETS.get(str(c.algorithm.algorithm), {}))
     ),
-    "no policy is trained by rewards",
 )
 
 
@@ -90,7 +82,7 @@ def custom_policy_loss(config: Config) -> bool:
 def of_losses(field: str) -> Scope:
     """Return the scope of a flag that only some policy losses read."""
     names = readers_of(field, LOSSES)
-    return _if(
+    return Scope(
         f"without --policy-loss {' or '.join(names)}",
         lambda c: custom_policy_loss(c) or run_parts.policy_loss_name(c.algorithm) in names,
     )
@@ -100,7 +92,7 @@ def of_estimators(*names: str) -> Scope:
     """Return the scope of a flag that acts with these estimators alone."""
     *first, last = names
     listed = f"{', '.join(first)} or {last}" if first else last
-    return _if(f"without --advantage-estimator {listed}", lambda c: c.algorithm.advantage_estimator in names)
+    return Scope(f"without --advantage-estimator {listed}", lambda c: c.algorithm.advantage_estimator in names)
 
 
 def needed(scope: Scope) -> Scope:
@@ -138,77 +130,84 @@ def _corrects_itself(config: Config) -> bool:
 
 CRITIC = needed(of_estimators(*names_where(lambda estimator: estimator.role == "critic")))
 PRM = needed(of_estimators(*names_where(lambda estimator: estimator.role == "prm")))
-STREAMED = _if(
+STREAMED = Scope(
     f"without a --pipeline that runs ahead ({', '.join(name for name in PIPELINES if name != IN_TURN)})",
     run_parts.is_streamed,
 )
-MOVES = _if("with one optimizer step a rollout (its ratio to the policy that sampled is 1)", _moves)
-NOT_DPO = _if("with --policy-loss dpo", lambda c: c.algorithm.policy_loss != "dpo")
+MOVES = Scope("with one optimizer step a rollout (its ratio to the policy that sampled is 1)", _moves)
+NOT_DPO = Scope("with --policy-loss dpo", lambda c: c.algorithm.policy_loss != "dpo")
 DPO = needed(of_losses("dpo_beta"))
-KL_LOSS = _if("without --use-kl-loss", lambda c: c.algorithm.use_kl_loss)
+KL_LOSS = Scope("without --use-kl-loss", lambda c: c.algorithm.use_kl_loss)
 NEEDS_KL_LOSS = needed(KL_LOSS)
-REFERENCE = _if(
+REFERENCE = Scope(
     "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)",
     lambda c: run_parts.needs_reference(c.algorithm),
 )
-ESTIMATOR = _if("with --custom-reward-post-process-path", lambda c: c.reward.custom_reward_post_process_path is None)
+ESTIMATOR = Scope("with --custom-reward-post-process-path", lambda c: c.reward.custom_reward_post_process_path is None)
 DEVIATION = of_estimators(*names_where(lambda estimator: estimator.plain_group is not None))
-OF_SAMPLES = _if(
+OF_SAMPLES = Scope(
     f"with --advantage-estimator {' or '.join(names_where(lambda estimator: estimator.group is None))}",
     lambda c: run_parts.estimator_of(c.algorithm).group is not None,
 )
-WHITENS = _if(
+WHITENS = Scope(
     "with an --advantage-estimator that always whitens",
     lambda c: not run_parts.estimator_of(c.algorithm).is_whitened or c.algorithm.normalize_advantages,
 )
-AGGREGATED = _if(
+AGGREGATED = Scope(
     "with --loss-aggregation or --policy-loss dpo",
     lambda c: c.run.mode != "rl" or (c.algorithm.loss_aggregation == "auto" and c.algorithm.policy_loss != "dpo"),
 )
-AGENT = _if("without --custom-generate-function-path", _may_be_agent)
-PARTIAL = _if("without --partial-rollout", lambda c: c.rollout.partial_rollout)
-KEEPS_SOME = _needs("without --keep-checkpoints", lambda c: c.checkpoint.keep_checkpoints is not None)
-IN_PROCESS = _needs("without --in-process", lambda c: c.run.in_process)
-REPLAYS = _needs("without --debug-train-only", lambda c: c.run.debug_train_only)
-CUSTOM_REWARD = _needs("without --custom-rm-path", lambda c: c.reward.custom_rm_path is not None)
-HAS_IMAGES = _if("without --multimodal-keys", lambda c: bool(c.data.multimodal_keys or c.eval.eval_config))
-HAS_SETS = _if("without --eval-prompt-data or --eval-config", lambda c: c.eval.has_sets)
-IS_DUE = _if(
+AGENT = Scope("without --custom-generate-function-path", _may_be_agent)
+PARTIAL = Scope("without --partial-rollout", lambda c: c.rollout.partial_rollout)
+KEEPS_SOME = Scope("without --keep-checkpoints", lambda c: c.checkpoint.keep_checkpoints is not None, refuses=True)
+IN_PROCESS = Scope("without --in-process", lambda c: c.run.in_process, refuses=True)
+REPLAYS = Scope("without --debug-train-only", lambda c: c.run.debug_train_only, refuses=True)
+CUSTOM_REWARD = Scope("without --custom-rm-path", lambda c: c.reward.custom_rm_path is not None, refuses=True)
+HAS_IMAGES = Scope("without --multimodal-keys", lambda c: bool(c.data.multimodal_keys or c.eval.eval_config))
+HAS_SETS = Scope("without --eval-prompt-data or --eval-config", lambda c: c.eval.has_sets)
+IS_DUE = Scope(
     "with --skip-eval-before-train and without --eval-interval",
     lambda c: c.run.mode == "eval" or c.eval.eval_interval is not None or not c.eval.skip_eval_before_train,
 )
-SAVING = _if("with --no-save", lambda c: not c.checkpoint.no_save)
-CHECKS_SAVES = _if("with --no-save", lambda c: not c.checkpoint.no_save or c.run.resume)
-DECAY = _if("with --lr-decay-style constant", lambda c: c.train.lr_decay_style != "constant")
-WARM_UP = _if("without --lr-warmup-iters", _warms_up)
-FURTHER = _if("without --enable-mtp-training", lambda c: c.train.enable_mtp_training)
-EPOCHS = _if("with --num-rollout", lambda c: c.run.num_rollout is None)
-COLOCATED = _if("without --colocate", lambda c: c.cluster.colocate)
-OFFLOADS = _if("with --offload-train never", lambda c: c.cluster.offload_train != "never")
-PROCESSES = _if("with --in-process", lambda c: not c.run.in_process)
-LOCAL_RAY = _if("with --ray-address", lambda c: c.cluster.ray_address is None)
-OTHER_RAY = _if("without --ray-address", lambda c: c.cluster.ray_address is not None)
-FAULT_TOLERANCE = _needs("without --use-fault-tolerance", lambda c: c.rollout.use_fault_tolerance)
-FILTERS = _needs(
+SAVING = Scope("with --no-save", lambda c: not c.checkpoint.no_save)
+CHECKS_SAVES = Scope("with --no-save", lambda c: not c.checkpoint.no_save or c.run.resume)
+DECAY = Scope("with --lr-decay-style constant", lambda c: c.train.lr_decay_style != "constant")
+WARM_UP = Scope("without --lr-warmup-iters", _warms_up)
+FURTHER = Scope("without --enable-mtp-training", lambda c: c.train.enable_mtp_training)
+EPOCHS = Scope("with --num-rollout", lambda c: c.run.num_rollout is None)
+COLOCATED = Scope("without --colocate", lambda c: c.cluster.colocate)
+OFFLOADS = Scope("with --offload-train never", lambda c: c.cluster.offload_train != "never")
+PROCESSES = Scope("with --in-process", lambda c: not c.run.in_process)
+LOCAL_RAY = Scope("with --ray-address", lambda c: c.cluster.ray_address is None)
+OTHER_RAY = Scope("without --ray-address", lambda c: c.cluster.ray_address is not None)
+FAULT_TOLERANCE = Scope("without --use-fault-tolerance", lambda c: c.rollout.use_fault_tolerance, refuses=True)
+FILTERS = Scope(
     f"without --dynamic-sampling-filter-path {ACCURACY}",
     lambda c: c.rollout.dynamic_sampling_filter_path not in (None, NONZERO_STD),
+    refuses=True,
 )
-REWARD_MODEL = _needs("without --rm-model", lambda c: c.reward.rm_model is not None)
-OVERLONG = _needs("without --overlong-buffer-len", lambda c: c.reward.overlong_buffer_len is not None)
-LORA = _needs("without --lora-rank", lambda c: c.lora.lora_rank > 0)
-PROFILED = _if("without --profile-steps", lambda c: bool(c.run.profile_steps))
-ON_GPUS = _if("with --device cpu", lambda c: c.cluster.device != "cpu")
-ON_A_CPU = _if("with --device cuda", lambda c: c.cluster.device != "cuda")
-PRICE = _if("without --kl-coef", lambda c: c.algorithm.kl_coef > 0)
-TIS = _needs("without --use-tis", lambda c: c.algorithm.use_tis or _corrects_itself(c))
-REJECTION = _needs("without --rejection-level", lambda c: bool(c.algorithm.rejection_level) or _corrects_itself(c))
-OPSM = _needs("without --use-opsm", lambda c: c.algorithm.use_opsm)
-DISTILLS = _needs("without --use-opd", lambda c: c.algorithm.use_opd)
-TEACHER_ENGINES = _if("with --opd-type megatron", lambda c: c.algorithm.opd_type == "sglang")
-CONSTANT = _needs("without --loss-aggregation constant", lambda c: c.algorithm.loss_aggregation == "constant")
-DISK = _needs("without --update-weight-transport disk", lambda c: c.weights.update_weight_transport == "disk")
-DELTA = _needs("without --update-weight-mode delta", lambda c: c.weights.update_weight_mode == "delta")
-VERIFIES = _if("with --verify-weights never", lambda c: c.weights.verify_weights != "never")
+REWARD_MODEL = Scope("without --rm-model", lambda c: c.reward.rm_model is not None, refuses=True)
+OVERLONG = Scope("without --overlong-buffer-len", lambda c: c.reward.overlong_buffer_len is not None, refuses=True)
+LORA = Scope("without --lora-rank", lambda c: c.lora.lora_rank > 0, refuses=True)
+PROFILED = Scope("without --profile-steps", lambda c: bool(c.run.profile_steps))
+ON_GPUS = Scope("with --device cpu", lambda c: c.cluster.device != "cpu")
+ON_A_CPU = Scope("with --device cuda", lambda c: c.cluster.device != "cuda")
+PRICE = Scope("without --kl-coef", lambda c: c.algorithm.kl_coef > 0)
+TIS = Scope("without --use-tis", lambda c: c.algorithm.use_tis or _corrects_itself(c), refuses=True)
+REJECTION = Scope(
+    "without --rejection-level", lambda c: bool(c.algorithm.rejection_level) or _corrects_itself(c), refuses=True
+)
+OPSM = Scope("without --use-opsm", lambda c: c.algorithm.use_opsm, refuses=True)
+DISTILLS = Scope("without --use-opd", lambda c: c.algorithm.use_opd, refuses=True)
+TEACHER_ENGINES = Scope("with --opd-type megatron", lambda c: c.algorithm.opd_type == "sglang")
+CONSTANT = Scope(
+    "without --loss-aggregation constant", lambda c: c.algorithm.loss_aggregation == "constant", refuses=True
+)
+DISK = Scope(
+    "without --update-weight-transport disk", lambda c: c.weights.update_weight_transport == "disk", refuses=True
+)
+DELTA = Scope("without --update-weight-mode delta", lambda c: c.weights.update_weight_mode == "delta", refuses=True)
+VERIFIES = Scope("with --verify-weights never", lambda c: c.weights.verify_weights != "never")
 
 
 class Group(BaseModel):

@@ -74,10 +74,9 @@ def divide(
     lengths  [n] tokens of each sample; with its padding none is over `max_tokens`
     prompts  [n] tokens of each sample's prompt
     groups   the samples, siblings together; every sample is in one group
-    ranks    data-parallel size
     images   those of each sample; none where no sample has one
 
-    Returns rank → micro-batch → samples.
+    Returns data-parallel rank → micro-batch → samples.
     """
     padded = balance.padded(lengths)
     assert int(padded.max(initial=0)) <= balance.max_tokens, "a sample over the cap"
@@ -215,10 +214,8 @@ def _best_exchange(
 def pack(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int | None = None) -> list[list[int]] | None:
     """Divide items into bins of about equal cost that keep to limits.
 
-    needs   [n, k] what each item takes of each limit (tokens, samples); none alone is over a limit
-    costs   [n] of each item
-    limits  k of a bin
-    count   number of bins; the smallest that was found, if not given. More bins than items leave some empty.
+    `needs` [n, k] is what each item takes of each limit (tokens, samples); none alone is over a limit. `count` is the
+    number of bins; the smallest that was found, if not given. More bins than items leave some empty.
 
     Returns the items of each bin, ascending; None where `count` bins do not hold them (or no way was found).
     """
@@ -280,12 +277,8 @@ def pack_ranks(
 ) -> list[list[list[int]]]:
     """Micro-batches of every rank: the same number on each, in the order in which a pipeline runs them.
 
-    per_rank  items of each rank
-    needs     [n, k] of each item, see `pack`
-    costs     [n] of each item
-    limits    k of a micro-batch
-    stages    pipeline stages; of several there are at least `enough_for` them, if a rank has as many items
-    multiple  their number is a multiple of this (interleaved stages want one of the pipeline's size)
+    `needs`, `costs` and `limits` as of `pack`. For several pipeline stages there are at least `enough_for` them, if a
+    rank has as many items; their number is a `multiple` (interleaved stages want one of the pipeline's size).
     """
     rank_items = [np.array(items, dtype=np.int64) for items in per_rank]
     batches = [pack(needs[items], costs[items], limits) for items in rank_items]

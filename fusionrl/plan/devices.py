@@ -7,6 +7,7 @@ and all processes of a run on a node keep that list, so an ordinal means the sam
 sees several MIG slices can use the first alone: its list is that one slice, and its ordinal 0.
 """
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -97,10 +98,8 @@ def this_machine(device: Literal["cpu", "cuda"]) -> Machine:
 def host_memory(root: Path = Path("/")) -> float | None:
     """Bytes that this machine's processes may use: its memory, or less where a control group says so."""
     sizes: list[float] = []
-    try:
+    with contextlib.suppress(ValueError, OSError):  # a system without these names
         sizes.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
-    except (ValueError, OSError):  # a system without these names
-        pass
     return min([*sizes, *(group.limit for group in limited_groups(root))], default=None)
 
 
@@ -185,11 +184,7 @@ CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 
 
 def shared_settings(server_args: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return both variables as SGLang would leave them: a flag of the engines wins, then the user's value, then "0".
-
-    server_args  the engines' fields of ServerArgs
-    environ      the environment of the command
-    """
+    """Return both variables as SGLang would leave them: a flag of the engines wins, then the user's value, then "0"."""
     symmetric = bool(server_args.get("enable_symm_mem"))
     multicast = symmetric or bool(server_args.get("enable_nccl_nvls"))
     return {CUMEM: "1" if symmetric else environ.get(CUMEM, "0"), NVLS: "1" if multicast else environ.get(NVLS, "0")}

@@ -1,5 +1,4 @@
-"""The plan of a group of trainers: what `auto` means for them, a critic or reward model next to the policy, learning
-rate.
+"""The plan of a group of trainers: what `auto` means for it, a second trained model, the learning rate's schedule.
 
 Each rule stands here once, for the plan and for a trainer without one.
 """
@@ -138,8 +137,7 @@ def auxiliary_config(config: Config, role: Role) -> Config:
 def warm_up_notes(config: Config, num_steps: int) -> list[str]:
     """Describe the effect of the warm-up on the first optimizer steps of a run of `num_steps`; nothing without one.
 
-    Megatron's schedule has the rate `init + (lr - init) * k / n` at step k + 1 of a warm-up of n steps, so that with
-    --lr-warmup-init 0 the first step changes nothing.
+    Megatron's schedule has the rate `init + (lr - init) * k / n` at step k + 1 of a warm-up of n steps.
     """
     train = config.train
     count, start = warm_up_steps(train, num_steps), min(train.lr_warmup_init, train.lr)

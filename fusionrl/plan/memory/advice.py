@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.memory.bars import gib, longest_sample
+from fusionrl.plan.memory.bars import longest_sample
 from fusionrl.plan.memory.report import MemoryReport
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -22,23 +22,22 @@ def least_change(config: Config, shape: ModelShape, try_plan: Callable[[Config],
     report, prefix = try_plan(config), ""
     while report is not None and report.starved is not None:
         # Nothing that the trainers do helps an engine: these first, one after the other.
-        cure = _engine_cure(config, report.starved[0], try_plan)
-        if cure is None:
+        role = report.starved[0]
+        for flags, changed in _engines(config, role):  # the smallest that have room
+            found = try_plan(changed)
+            if found is not None and (found.starved is None or found.starved[0] != role):
+                cure, config, report = flags, changed, found
+                break
+        else:
             break
-        flags, config, report = cure
         if report.fits and not report.is_near:
-            return _told(prefix + flags, report)
-        prefix += f"{flags} "
+            return f"{prefix}{cure}{report.size}"
+        prefix += f"{cure} "
     for flags, changed in changes(config, shape):
         report = try_plan(changed)
         if report is not None and report.fits and not report.is_near:
-            return _told(prefix + flags, report)
+            return f"{prefix}{flags}{report.size}"
     return None
-
-
-def _told(flags: str, report: MemoryReport) -> str:
-    worst = report.worst
-    return flags if worst is None else f"{flags} ({gib(worst.total)} GiB)"
 
 
 def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
@@ -52,14 +51,15 @@ def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     as_is = [("", config)]
     fully: list[Change] = []  # with all layers recomputed: as they are, with fewer tokens, wider
     if passed.transformer.get("recompute_granularity") != "full":
-        fully = [(f"{FULL_FLAGS} {flags}".strip(), _passed(c, **FULL)) for flags, c in [*as_is, *fewer, *wider]]
+        fully = [(f"{FULL_FLAGS} {flags}".strip(), _recomputed(c)) for flags, c in [*as_is, *fewer, *wider]]
     yield from fewer
     yield from fully[: 1 + len(fewer)]
     yield from wider
     yield from fully[1 + len(fewer) :]
     if not passed.optimizer.get("optimizer_cpu_offload"):
         for flags, changed in [*as_is, *fully[:1], *wider, *fully[1:]]:
-            yield f"{OFFLOAD_FLAG} {flags}".strip(), _with_host_optimizer(changed)
+            optimizer = passed.optimizer | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+            yield f"{OFFLOAD_FLAG} {flags}".strip(), _with(changed, "passthrough", optimizer=optimizer)
     if config.model.precision in ("fp32", "auto"):
         changed = _with(config, "model", precision="bf16", rollout_dtype="bf16")
         yield "--precision bf16 --rollout-dtype bf16", changed
@@ -69,16 +69,9 @@ def _with(config: Config, group: str, **values: object) -> Config:
     return config.model_copy(update={group: getattr(config, group).model_copy(update=values)})
 
 
-def _passed(config: Config, **fields: object) -> Config:
-    passed = config.passthrough
-    transformer = {name: value for name, value in passed.transformer.items() if name != "recompute_modules"}
-    return config.model_copy(update={"passthrough": passed.model_copy(update={"transformer": transformer | fields})})
-
-
-def _with_host_optimizer(config: Config) -> Config:
-    passed = config.passthrough
-    optimizer = passed.optimizer | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    return config.model_copy(update={"passthrough": passed.model_copy(update={"optimizer": optimizer})})
+def _recomputed(config: Config) -> Config:
+    own = {name: value for name, value in config.passthrough.transformer.items() if name != "recompute_modules"}
+    return _with(config, "passthrough", transformer=own | FULL)
 
 
 def _fewer_tokens(config: Config, shape: ModelShape) -> Iterator[Change]:
@@ -116,17 +109,6 @@ def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:
                     yield f"{flag} {size} --max-tokens-per-gpu {tokens}", changed
                 else:
                     yield f"{flag} {size}", changed
-
-
-def _engine_cure(
-    config: Config, role: str, try_plan: Callable[[Config], MemoryReport | None]
-) -> tuple[str, Config, MemoryReport] | None:
-    """The smallest engines of a role that have room: their flags, the configuration and its estimate."""
-    for flags, changed in _engines(config, role):
-        report = try_plan(changed)
-        if report is not None and (report.starved is None or report.starved[0] != role):
-            return flags, changed, report
-    return None
 
 
 # Of a role: the group of flags, the number of its devices, and the devices of one engine.

@@ -75,10 +75,8 @@ def _num_states(server_args: Mapping[str, object], state: float, room: float, *,
     """(places for states in a device's memory of `room` bytes, requests that have some at a time), as SGLang does."""
     has_prefixes = not server_args.get("disable_radix_cache")
     count = passed(server_args, "max_mamba_cache_size", int)
-    if count is None and on_cpu:
-        count = _CPU_STATES
-    if count is None and not has_prefixes:
-        count = passed(server_args, "max_running_requests", int)
+    if count is None:
+        count = _CPU_STATES if on_cpu else None if has_prefixes else passed(server_args, "max_running_requests", int)
     if count is None:
         ratio = passed(server_args, "mamba_full_memory_ratio", float) or _STATE_RATIO
         count = max(int(room * ratio / (1 + ratio) // state) - 1, 0)

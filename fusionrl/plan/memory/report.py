@@ -122,6 +122,11 @@ class MemoryReport:
         return f"{gib(worst.total)} of {gib(limit)} GiB ({kind}; worst: {worst.name})"
 
     @property
+    def size(self) -> str:
+        """The size of the worst bar, after the flags of a proposal."""
+        return f" ({gib(self.worst.total)} GiB)" if self.worst is not None else ""
+
+    @property
     def fits(self) -> bool | None:
         """None: there is nothing to compare with."""
         if self._excess is not None:
