@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, Protocol, TypedDict
 
-from fusionrl.config.hooks import HookError
+from fusionrl.config.hooks import HookError, flag_of
 from fusionrl.data.columns import AdapterColumn, check_adapter
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
@@ -128,12 +128,13 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
 
     Raises HookError, which names the flag of `field`, the function, and what is wrong.
     """
+    where = f"{flag_of(field)} {path}"
     for sample in samples:
         if not isinstance(sample, Sample):
-            raise HookError(f"{_where(field, path)}: it returned a {type(sample).__name__} where a Sample is wanted")
+            raise HookError(f"{where}: it returned a {type(sample).__name__} where a Sample is wanted")
         if sample.status == Sample.Status.PENDING and not sample.response_length and field in _GENERATING:
             problem = "came back as it went in: its status is pending, and it has no response; generate one, or set its"
-            raise HookError(f"{_where(field, path)}: sample {sample.index} {problem} status to FAILED", [sample])
+            raise HookError(f"{where}: sample {sample.index} {problem} status to FAILED", [sample])
         try:
             if (processor := IMAGES.processor) is not None:
                 is_known = not are_new or (sample.image_spans and field not in _GENERATING)
@@ -141,7 +142,7 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
             check_values(sample, limits.vocab_size, limits.num_experts)
             check_adapter(sample, limits.adapters)
         except (TypeError, ValueError) as error:
-            raise HookError(f"{_where(field, path)}: {error}", [sample]) from error
+            raise HookError(f"{where}: {error}", [sample]) from error
         sample.pack()
 
 
@@ -154,10 +155,6 @@ def take_images(where: str, samples: Sequence[Sample]) -> None:
             adopt_images(sample, processor)
         except ValueError as error:
             raise HookError(f"{where}: {error}", [sample]) from error
-
-
-def _where(field: str, path: str) -> str:
-    return f"--{field.replace('_', '-')} {path}"
 
 
 def as_train_output(output: object) -> RolloutFnTrainOutput:
@@ -174,10 +171,9 @@ def as_train_output(output: object) -> RolloutFnTrainOutput:
 def _as_groups(groups: object) -> list[list[Sample]]:
     if not isinstance(groups, list):
         raise ValueError(f"--rollout-function-path: it returned {type(groups).__name__}; a list of groups is wanted")
-    strange = next((item for item in _leaves(groups) if not isinstance(item, Sample)), None)
-    if strange is not None:
-        type_name = type(strange).__name__
-        raise ValueError(f"--rollout-function-path: it returned a {type_name} where a Sample is wanted")
+    for item in _leaves(groups):
+        if not isinstance(item, Sample):
+            raise ValueError(f"--rollout-function-path: it returned a {type(item).__name__} where a Sample is wanted")
     if groups and not any(isinstance(group, list) for group in groups):
         # A flat list: the siblings of a group stand side by side.
         positions = range(len(groups))
@@ -186,11 +182,11 @@ def _as_groups(groups: object) -> list[list[Sample]]:
     for group in groups:
         for position, attempt in enumerate(group if isinstance(group, list) else ()):
             if isinstance(attempt, list):  # copies of one prompt may all have its index
-                join_attempt([leaf for leaf in _leaves(attempt) if isinstance(leaf, Sample)], -1 - position)
-    return [[leaf for leaf in _leaves(group) if isinstance(leaf, Sample)] for group in groups]
+                join_attempt(list(_leaves(attempt)), -1 - position)
+    return [list(_leaves(group)) for group in groups]
 
 
-def _leaves(group: object) -> Iterator[object]:
+def _leaves(group: object) -> Iterator[Any]:
     """The samples of a group; a generate function that returns several leaves a list within it."""
     for item in group if isinstance(group, list) else [group]:
         if isinstance(item, list):
