@@ -34,7 +34,7 @@ from fusionrl.engines.images import FOLDER
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.trained_parts import adapter_names
+from fusionrl.plan.trained_parts import adapter_folders
 from fusionrl.rewards.registry import runs_programs
 from fusionrl.rollout.generate_state import samples_in_flight
 from fusionrl.rollout.weight_versions import take_warnings
@@ -238,7 +238,7 @@ class BufferActor:
     def _evaluation(self) -> Evaluation:
         from fusionrl.buffer.evaluation import Evaluation
 
-        adapters = adapter_names(self.config)
+        adapters = tuple(adapter_folders(self.config))
         return Evaluation(self.plan, self._border, self._functions, self._writer, self.run_dir, self.attempt, adapters)
 
     async def evaluate(self, rollout_id: int, pushed_version: int | None = None) -> dict[str, float]:

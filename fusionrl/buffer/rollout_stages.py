@@ -29,7 +29,7 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.spans import phase, span
 from fusionrl.plan.costs import Work
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.trained_parts import adapter_names
+from fusionrl.plan.trained_parts import adapter_folders
 from fusionrl.rewards.dispatch import length_reward
 from fusionrl.rollout.types import Limits, check_samples
 from fusionrl.rollout.weight_versions import warn_once
@@ -69,7 +69,7 @@ class RolloutStages:
         put: Callable[[TrainShard], object],
     ) -> None:
         self._config, self._plan, self._border, self._collector = config, plan, border, collector
-        self._accepted, self._put, self._adapters = accepted, put, adapter_names(config)
+        self._accepted, self._put, self._adapters = accepted, put, tuple(adapter_folders(config))
         self._files = SampleFiles(config, writer, attempt)
         self.trained = TrainedSamples(writer)
 

@@ -16,7 +16,7 @@ from fusionrl.config.rollout import RolloutGroup
 from fusionrl.config.run_parts import generates
 from fusionrl.data.sample_fields import GREEDY_BELOW
 from fusionrl.plan.layout import sequence_multiple
-from fusionrl.plan.trained_parts import adapter_names
+from fusionrl.plan.trained_parts import adapter_folders
 from fusionrl.rewards.registry import rm_type_errors
 from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.sglang_rollout import eval_sampling_params
@@ -167,7 +167,7 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
             errors.append(f"{where} the name of a set has letters, digits, '_' and '-' only; rename it")
         if names.count(eval_set.name) > 1:
             errors.append(f"{where} two sets have this name; rename one")
-        if eval_set.adapter is not None and eval_set.adapter not in (names_known := adapter_names(config)):
+        if eval_set.adapter is not None and eval_set.adapter not in (names_known := tuple(adapter_folders(config))):
             known = f"the run has {', '.join(names_known)}" if names_known else "the run has none"
             errors.append(f"{where} adapter {eval_set.adapter!r}: {known} (--lora-adapters)")
         columns = prompt_columns(config).of_set(eval_set, eval_set.custom_generate_function_path is not None)

@@ -69,17 +69,6 @@ def adapter_folders(config: Config) -> dict[str, str | None]:
     return {name: folder or None for name, _, folder in named} or {POLICY: lora.lora_adapter_path}
 
 
-def only_folder(config: Config) -> str | None:
-    """Return the PEFT folder that the only adapter starts from; None: it has none, or there are several."""
-    folders = list(adapter_folders(config).values())
-    return folders[0] if len(folders) == 1 else None
-
-
-def adapter_names(config: Config) -> tuple[str, ...]:
-    """Return the names of the adapters."""
-    return tuple(adapter_folders(config))
-
-
 def has_several_adapters(config: Config) -> bool:
     return len(adapter_folders(config)) > 1
 

@@ -24,7 +24,7 @@ from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.models.trainable import Adapted, adapted_difference, saved_in
 from fusionrl.observe.metrics import read_metrics
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.trained_parts import adapted_of, adapter_names, has_several_adapters
+from fusionrl.plan.trained_parts import adapted_of, adapter_folders, has_several_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ def _model_errors(path: Path, config: Config, plan: Plan) -> list[str]:
     if plan.layout is None or config.run.mode == "reject-sampling":  # whose checkpoints have no trainers
         return []
     adapted = adapted_of(config, plan.shape)
-    names = adapter_names(config) if has_several_adapters(config) else ()
+    names = tuple(adapter_folders(config)) if has_several_adapters(config) else ()
     saved = sorted(folder.name.removeprefix("trainer-") for folder in path.glob("trainer-*"))
     if saved != sorted(names):
         has = f"has the adapters {', '.join(saved)}" if saved else "has one adapter, or none"

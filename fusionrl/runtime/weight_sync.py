@@ -14,7 +14,7 @@ from fusionrl.config.config import Config
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
-from fusionrl.plan.trained_parts import adapter_folders, adapter_names, adapters_of, has_several_adapters
+from fusionrl.plan.trained_parts import adapter_folders, adapters_of, has_several_adapters
 from fusionrl.runtime.engine_pool import CACHES, EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES
 from fusionrl.runtime.supervisor import root_cause
@@ -249,7 +249,7 @@ class WeightSync:
             temperature=self._config.rollout.rollout_temperature,
             tolerance=self._config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
             is_exact=self._plan.device == "cpu",
-            adapters=adapter_names(self._config) if has_several_adapters(self._config) else (None,),
+            adapters=tuple(adapter_folders(self._config)) if has_several_adapters(self._config) else (None,),
             placeholder=-1 if (vision := self._plan.shape.vision) is None else vision.image_token,
         )
 

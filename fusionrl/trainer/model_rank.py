@@ -19,7 +19,7 @@ from fusionrl.models.hf_folder import is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.trainable import AdapterSpec
 from fusionrl.observe.spans import phase, span
-from fusionrl.plan.trained_parts import adapted_of, adapters_of, frozen_of, only_folder
+from fusionrl.plan.trained_parts import adapted_of, adapter_folders, adapters_of, frozen_of
 from fusionrl.plan.trainers import TrainerPlan
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ class ModelRank:
         if self.adapter_spec is not None:
             from fusionrl.trainer.lora import GradientWatch, attach
 
-            attach(modules, transformer, self.shape, self.adapter_spec, config.run.seed, only_folder(config))
+            folders = list(adapter_folders(config).values())  # several adapters take turns, each with its own start
+            only = folders[0] if len(folders) == 1 else None
+            attach(modules, transformer, self.shape, self.adapter_spec, config.run.seed, only)
             watch = GradientWatch()
         self.trained = build_training(config, modules, transformer, self.trainer_plan, watch)
         record_megatron(self.trained, self.device)
