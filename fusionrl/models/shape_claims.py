@@ -52,6 +52,14 @@ def _narrow_layers(shape: ModelShape) -> list[int] | None:
 
 
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+# Flags that are fields of TransformerConfig, with their values where no kind of layer sets them.
+_FIELDS: dict[str, bool | int | float | None] = {
+    **dict.fromkeys((*_OF_LATENT, "moe_router_score_function")),
+    **dict.fromkeys(("attention_output_gate", "moe_shared_expert_gate", "moe_router_enable_expert_bias"), False),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size"), 0),
+    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"), 1),
+    "moe_router_topk_scaling_factor": 1.0,
+}
 RIGHT_VALUES: dict[str, _Right] = {
     "num_layers": lambda s: s.num_layers,
     "hidden_size": lambda s: s.hidden_size,
@@ -71,7 +79,6 @@ RIGHT_VALUES: dict[str, _Right] = {
     "post_self_attn_layernorm": lambda s: s.output_norms,
     "post_mlp_layernorm": lambda s: s.output_norms,
     "apply_layernorm_1p": lambda s: s.zero_centered_norms,
-    "attention_output_gate": _field("attention_output_gate", False),
     "use_gated_attention": _field("attention_output_gate", False),
     "position_embedding_type": lambda s: "rope",
     "use_rotary_position_embeddings": lambda s: True,
@@ -85,7 +92,6 @@ RIGHT_VALUES: dict[str, _Right] = {
     "mscale": lambda s: _scaling("mscale", 1.0)(s) if s.rope_scaling else None,
     "mscale_all_dim": lambda s: _scaling("mscale_all_dim", 1.0)(s) if s.rope_scaling else None,
     "multi_latent_attention": _is_latent,
-    **{name: _field(name) for name in _OF_LATENT},
     "window_size": _window,
     "window_attn_skip_freq": _narrow_layers,
     "softmax_type": lambda s: "learnable" if any(getattr(kind, "sinks", False) for kind in s.attention) else "vanilla",
@@ -95,20 +101,12 @@ RIGHT_VALUES: dict[str, _Right] = {
     "linear_value_head_dim": _of_kind("value_dim"),
     "linear_num_key_heads": _of_kind("key_heads"),
     "linear_num_value_heads": _of_kind("value_heads"),
+    **{name: _field(name, default) for name, default in _FIELDS.items()},
     "num_experts": _field("num_moe_experts", 0),
     "moe_layer_freq": lambda s: [int(layer in s.expert_layers) for layer in range(s.num_layers)],
-    "moe_ffn_hidden_size": _field("moe_ffn_hidden_size", 0),
-    "moe_router_topk": _field("moe_router_topk", 0),
-    "moe_shared_expert_intermediate_size": _field("moe_shared_expert_intermediate_size", 0),
-    "moe_shared_expert_gate": _field("moe_shared_expert_gate", False),
-    "moe_router_score_function": _field("moe_router_score_function"),
     "moe_router_pre_softmax": lambda s: (
         _field("moe_router_pre_softmax", False)(s) if _field("moe_router_score_function")(s) == "softmax" else None
     ),
-    "moe_router_enable_expert_bias": _field("moe_router_enable_expert_bias", False),
-    "moe_router_num_groups": _field("moe_router_num_groups", 1),
-    "moe_router_group_topk": _field("moe_router_group_topk", 1),
-    "moe_router_topk_scaling_factor": _field("moe_router_topk_scaling_factor", 1.0),
 }
 
 

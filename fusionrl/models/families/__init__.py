@@ -57,6 +57,11 @@ def built_in() -> Iterator[Family]:
         yield from importlib.import_module(f"{__name__}.{file}").FAMILIES
 
 
+@lru_cache(maxsize=32)
+def _built_in_family(model_type: str) -> Family | None:
+    return next((family for family in built_in() if family.model_type == model_type), None)
+
+
 @lru_cache(maxsize=8)
 def published_family(model_type: str) -> Family | None:
     """The family of a multimodal model's text part, by the whole model's type; None: that is not such a type."""
@@ -76,7 +81,7 @@ def published_form(model_type: str) -> Published | None:
 
 def get_family(model_type: str) -> Family:
     """The family of config.json's `model_type`."""
-    if (found := next((family for family in built_in() if family.model_type == model_type), None)) is not None:
+    if isinstance(model_type, str) and (found := _built_in_family(model_type)) is not None:
         return found
     module = f"plugins.models.{model_type}"
     try:
