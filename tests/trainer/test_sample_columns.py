@@ -88,17 +88,6 @@ def test_with_the_engines_log_probs_as_the_old_ones_the_first_step_counts(worker
     assert found[1] == pytest.approx(found[0], rel=1e-5) and min(map(abs, found[0])) > 0.01
 
 
-def test_advantages_that_differ_from_token_to_token(workers, hf):
-    samples = Samples(6, seed=23)
-    flags = {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "save_token_values": True}
-    workers.start(config_of(hf("qwen3", False)[0], **flags))
-    workers.train(samples.shards())
-    for i, columns in columns_of_all(workers).items():
-        tokens = columns["advantages"][samples.mask[i] > 0]
-        assert tokens.std() > 0.01 or tokens.size == 1
-        assert columns["advantage"] == pytest.approx(tokens.mean(), rel=1e-4, abs=1e-5)
-
-
 def test_log_probs_that_are_no_numbers_and_samples_without_tokens(workers, hf):
     for steps in (1, 2):
         workers.start(config_of(hf("llama", True)[0]))

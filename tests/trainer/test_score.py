@@ -80,15 +80,6 @@ def test_the_policys_log_probs_are_scored_where_they_are_needed(values, num_step
     assert needed_log_probs(config, LossOptions.from_config(config), num_steps) == wanted
 
 
-def test_what_is_added_stays_with_the_trainer() -> None:
-    (shard,) = Samples(4, seed=1).shards()
-    names = set(shard.fields)
-    pulled = pull(shard)
-    assert set(pulled.fields) == names and pulled.steps == shard.steps
-    pulled.fields["advantages"] = np.zeros(int(shard.response_lengths.sum()), np.float32)
-    assert set(shard.fields) == names
-
-
 def test_columns_of_shards_that_are_cut_otherwise() -> None:
     samples = Samples(5, seed=2)
     parts = samples.shards(2)
