@@ -50,10 +50,7 @@ LONGEST_DELAY_S = {"any": 0.6, "generating": 0.3, "training": 0.1, "push": 0.1, 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its flags, and who is killed when; the kills of one attempt each.
-
-    at_once  after the driver's death, the next attempt starts without waiting for the others to be gone
-    """
+    """One run: its flags, and who is killed when; the kills of one attempt each."""
 
     number: int
     pipeline: str
@@ -61,7 +58,7 @@ class Case:
     kills: tuple[Kill, ...]
     has_filter: bool
     drops_late: bool
-    at_once: bool
+    at_once: bool  # after the driver's death, the next attempt starts without waiting for the others to be gone
 
 
 @dataclass

@@ -21,21 +21,16 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Shape:
-    """The task of a run.
+    """The task of a run."""
 
-    prompts  of the data, in the order in which the run draws them; all different
-    refused  prompts that the run's filter drops
-    drops_late  groups that miss a deadline are dropped (--at-deadline drop)
-    """
-
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...]  # of the data, in the order in which the run draws them; all different
     num_steps: int
     groups_per_step: int
     samples_per_group: int
     max_staleness: int
     steps_per_push: int = 1
-    refused: frozenset[str] = frozenset()
-    drops_late: bool = False
+    refused: frozenset[str] = frozenset()  # prompts that the run's filter drops
+    drops_late: bool = False  # groups that miss a deadline are dropped (--at-deadline drop)
 
     def __post_init__(self) -> None:
         """Refuse data in which a doubled prompt could not be seen, and too few of them."""
@@ -54,16 +49,11 @@ class Shape:
 
 @dataclass
 class Launch:
-    """One attempt, as `metrics.jsonl` shows it.
+    """One attempt, as `metrics.jsonl` shows it."""
 
-    first_step  step of the checkpoint that it resumed from; 0 without one
-    rows        its lines
-    is_last     it ended by itself, with all steps
-    """
-
-    first_step: int
-    rows: list[dict[str, object]]
-    is_last: bool
+    first_step: int  # step of the checkpoint that it resumed from; 0 without one
+    rows: list[dict[str, object]]  # its lines
+    is_last: bool  # it ended by itself, with all steps
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

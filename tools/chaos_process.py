@@ -51,21 +51,14 @@ class Kill:
 
 @dataclass
 class End:
-    """The end of an attempt.
+    """The end of an attempt."""
 
-    code     its exit code; None: it did not end in time
-    state    what the console said when the kill was sent; None: it ended before the moment came
-    pid      of the process that was killed
-    seconds  from the kill to the end
-    missed   who was to be killed, and was not found when the moment came
-    """
-
-    code: int | None
-    state: str | None
-    pid: int
-    seconds: float
+    code: int | None  # its exit code; None: it did not end in time
+    state: str | None  # what the console said when the kill was sent; None: it ended before the moment came
+    pid: int  # of the process that was killed
+    seconds: float  # from the kill to the end
     output: str
-    missed: str | None = None
+    missed: str | None = None  # who was to be killed, and was not found when the moment came
 
 
 class Console:

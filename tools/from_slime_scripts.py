@@ -49,18 +49,13 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Result:
-    """One launch command: where it stands, and the model's family.
-
-    errors  reasons for which it is refused
-    limits  flags that are read, but whose run fusionrl does not plan as they stand
-    custom  flags that neither slime nor fusionrl has
-    """
+    """One launch command: where it stands, and the model's family."""
 
     family: str
-    errors: tuple[str, ...] = ()
-    limits: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()  # reasons for which it is refused
+    limits: tuple[str, ...] = ()  # flags that are read, but whose run fusionrl does not plan as they stand
     is_family_here: bool = True
-    custom: tuple[str, ...] = ()
+    custom: tuple[str, ...] = ()  # flags that neither slime nor fusionrl has
 
 
 def launch_files(folders: Sequence[Path]) -> Iterator[tuple[Path, Path]]:

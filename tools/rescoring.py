@@ -28,22 +28,14 @@ _SHOWN = 5  # faults that are reported of one run
 
 @dataclass(frozen=True)
 class SavedSample:
-    """One line of a rollout's file.
+    """One line of a rollout's file."""
 
-    where       it stands: file and line
-    trained_by  version of the weights that it trained
-    tokens      prompt and response
-    log_probs   [n] of the response, by the engine
-    versions    [n] that the tokens claim; -1 where none is known
-    mask        [n] trained tokens
-    """
-
-    where: str
-    trained_by: int
-    tokens: list[int]
-    log_probs: np.ndarray
-    versions: np.ndarray
-    mask: np.ndarray
+    where: str  # it stands: file and line
+    trained_by: int  # version of the weights that it trained
+    tokens: list[int]  # prompt and response
+    log_probs: np.ndarray  # [n] of the response, by the engine
+    versions: np.ndarray  # [n] that the tokens claim; -1 where none is known
+    mask: np.ndarray  # [n] trained tokens
 
     @property
     def sampled(self) -> np.ndarray:

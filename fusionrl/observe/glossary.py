@@ -6,7 +6,7 @@
     '''
 
 A line has name, unit, meaning and, where it is not reported by every run, with what; lines that continue one are
-indented. `<set>`, `<k>`, … in a name stand for any text. The declarations are read from the source, so nothing is
+indented. `<set>`, `<k>`, … in a name match any text. The declarations are read from the source, so nothing is
 imported. After a change: `python -m fusionrl.cli metrics > docs/reference/metrics.md`.
 """
 

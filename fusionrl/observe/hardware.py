@@ -36,19 +36,14 @@ _SLOWED_BY = {
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at a GPU.
+    """One look at a GPU."""
 
-    utilisation   share of the last moments in which a kernel ran, 0..1
-    slowed_by     reasons for which it runs slower than it could
-    ecc_errors    uncorrected memory errors since the driver was loaded
-    """
-
-    utilisation: float | None
+    utilisation: float | None  # share of the last moments in which a kernel ran, 0..1
     memory_used_bytes: int | None
     power_w: float | None
     temperature_c: float | None
-    slowed_by: tuple[str, ...] = ()
-    ecc_errors: int | None = None
+    slowed_by: tuple[str, ...] = ()  # reasons for which it runs slower than it could
+    ecc_errors: int | None = None  # uncorrected memory errors since the driver was loaded
 
 
 class Device:
@@ -251,7 +246,7 @@ _MOST_NODES = 16  # NUMA nodes of a machine: a smaller share means CPUs that wer
 def bind_near(devices: Sequence[Device]) -> tuple[int, ...]:
     """Bind this process, and the children that it will have, to CPUs near any of these GPUs. Returns them.
 
-    It never gets a CPU that it did not have. Where too few of these are near, or nobody knows which are, nothing
+    It never gets a CPU that it did not have. Where too few of these are near, or it is unknown which are, nothing
     changes, and the result is empty.
     """
     allowed = os.sched_getaffinity(0)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from fusionrl.observe.formats import json_line, parse_object, write_atomically
 
-_NAME = re.compile(r"step_(?P<step>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
-_EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<rollout_id>\d{6,})\.a(?P<attempt>\d+)\.jsonl")
+_NAME = re.compile(r"step_(?P<number>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
+_EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<number>\d{6,})\.a(?P<attempt>\d+)\.jsonl")
 _KEY = re.compile(r"[0-9a-f]+")
 _KIND = re.compile(r"[A-Za-z0-9][\w-]*")
 # What runs over a sample's tokens, and in how many dimensions.
@@ -60,12 +60,10 @@ class RolloutFile:
     @classmethod
     def named(cls, path: Path) -> RolloutFile | None:
         """The file at `path`, by its name; None for a file of another kind."""
-        if match := _NAME.fullmatch(path.name):
-            number = int(match["step"]) - step_of(0, match["kind"])
-        elif match := _EARLIER_NAME.fullmatch(path.name):
-            number = int(match["rollout_id"])
-        else:
+        match = _NAME.fullmatch(path.name) or _EARLIER_NAME.fullmatch(path.name)
+        if match is None:
             return None
+        number = int(match["number"]) - (step_of(0, match["kind"]) if match.re is _NAME else 0)
         return cls(number, match["kind"], int(match["attempt"]), path)
 
     def rows(self) -> Iterator[dict[str, object]]:
@@ -121,7 +119,7 @@ class RolloutWriter:
 
         Raises:
             FileExistsError: this attempt has already written this rollout.
-            ValueError: the kind cannot stand in a file name.
+            ValueError: the kind cannot be a part of a file name.
         """
         if not _KIND.fullmatch(kind):
             raise ValueError(f"rollout kind {kind!r} is not a file name; use letters, digits, '_', '-'")

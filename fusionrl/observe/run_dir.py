@@ -116,7 +116,7 @@ class RunDir:
 def is_running(path: Path) -> bool:
     """Return whether a live process, or one of another machine, which cannot be asked, holds a run's folder."""
     holder = _holder(path)
-    return holder is not None and (holder.get("host") != socket.gethostname() or _alive(holder))
+    return holder is not None and (other_host(path) is not None or _alive(holder))
 
 
 def other_host(path: Path) -> str | None:
@@ -315,11 +315,7 @@ class EngineState(TypedDict):
 
 
 def engine_url(address: str) -> str:
-    """Return `http://host:port` of an address, with or without the beginning.
-
-    Raises:
-        ValueError: it is not such an address.
-    """
+    """Return `http://host:port` of an address, with or without the beginning; ValueError for anything else."""
     text = address.strip().rstrip("/")
     parts = urlsplit(text if "://" in text else f"http://{text}")
     try:
@@ -382,8 +378,7 @@ def write_states(run_dir: Path, states: Sequence[EngineState]) -> None:
 def read_states(run_dir: Path) -> list[EngineState]:
     """Return what the run wrote last; nothing where it has never had such an engine."""
     path = run_dir / STATES
-    states: list[EngineState] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return states
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def _change(run_dir: Path, change: Callable[[str], str]) -> None:

@@ -1,7 +1,7 @@
 """A stalled run: which processes it has here and where each of them is, when to report a phase, and the report.
 
-A process belongs to the run if its standard error is a file in the run's `logs/`, or if it descends from such a one: so
-nobody has to be asked who they are, who may not answer.
+A process belongs to the run if its standard error is a file in the run's `logs/`, or if it descends from such a
+process: a process that may not answer need not be asked for its name.
 
 A phase is late after max(floor, 5 x its median), and then again after pauses that double: after 60 s, 120 s, 240 s, …
 One that has never ended has no median; it is given 5 x the floor. The caller passes the time.
@@ -219,10 +219,7 @@ def _read(log: Path, start: int) -> str:
 
 
 def _size(log: Path) -> int:
-    try:
-        return log.stat().st_size
-    except OSError:
-        return 0
+    return log.stat().st_size if log.exists() else 0
 
 
 def _examine(pid: int) -> tuple[str, str]:
@@ -336,9 +333,7 @@ def stall_line(
 
     waited_for  names of the calls that the driver waits for: "trainer rank 3", "engine 1: pause"
     driver      where the driver is, for a wait that names no actor
-    progress    how far others are, each in words
     sizes       of the groups in `waited_for`: "trainer rank" → 8
-    file        the file with the stacks
     """
     usual_time = "the first of its kind" if late.usual_s is None else f"median {seconds(late.usual_s)}"
     parts = [f'"{late.phase}" has taken {seconds(late.seconds)} ({usual_time})']
@@ -400,24 +395,21 @@ def describe_ranks(seen: Sequence[ProcessState]) -> str:
         if match is None or match["group"] != "trainer":
             continue
         rank, thread = int(match["number"]), process.thread
-        collective = thread.collective if thread is not None else None
-        if thread is not None and collective:
+        if thread is not None and (collective := thread.collective):
             waiting[f"{collective} of {thread.place}"].append(rank)
-        elif process.trouble:
-            away[process.trouble].append(rank)
         else:
-            away[f"in {thread.place}" if thread is not None and thread.place else "silent"].append(rank)
+            place = f"in {thread.place}" if thread is not None and thread.place else "silent"
+            away[process.trouble or place].append(rank)
     if not waiting:
         return ""
-    here = "; ".join(
-        f"{_ranks(numbers)} wait{'s' * (len(numbers) == 1)} in {place}" for place, numbers in waiting.items()
-    )
+
+    def ranks(numbers: Sequence[int]) -> str:
+        return f"rank{'s' * (len(numbers) > 1)} {as_ranges(numbers)}"
+
+    waits = (f"{ranks(numbers)} wait{'s' * (len(numbers) == 1)} in {place}" for place, numbers in waiting.items())
+    here = "; ".join(waits)
     if away:
-        places = [f"{_ranks(numbers)} ({place})" for place, numbers in list(away.items())[:_MOST_PLACES]]
+        places = [f"{ranks(numbers)} ({place})" for place, numbers in list(away.items())[:_MOST_PLACES]]
         more = ", …" * (len(away) > _MOST_PLACES)
         return f"{here}, where {', '.join(places)}{more} did not arrive"
     return here if len(waiting) == 1 else f"the ranks wait in different collectives: {here}"
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {as_ranges(numbers)}"

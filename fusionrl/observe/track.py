@@ -1,8 +1,8 @@
 """`fusionrl track`: the metrics of a run in W&B, TensorBoard, MLflow, SwanLab or trackio, from metrics.jsonl.
 
 metrics.jsonl is the truth. A tracker is fed from it by a process of its own, so that no fault of a tracker's library or
-network touches the run: afterwards, or live (--follow). What has arrived is remembered (`trackers.json`), so that a
-repeated command sends what is new, and a resumed run continues the same run of the tracker.
+network touches the run: afterwards, or live (--follow). The command remembers which lines have arrived
+(`trackers.json`): a repeated command sends what is new, and a resumed run continues the same run of the tracker.
 """
 
 from __future__ import annotations
@@ -46,17 +46,12 @@ class Sender:
 
     def __init__(self, run: Path, kind: str, tracker: Tracker, sent: SentPart, memory: SentState | None) -> None:
         self._run, self._kind, self._tracker, self._sent, self._memory = run, kind, tracker, sent, memory
-        self._end = sent.bytes  # of the lines that the tracker was given
-        self._count = 0
+        self._count, self._end = 0, sent.bytes  # lines that the tracker was given, and their end
         sent.run_id = tracker.run_id
         self._remember(sent.bytes)  # the run there, which a second command continues
 
     def send(self, follow: bool) -> int:
-        """Send what is new, with `follow` until the run ends or Ctrl-C; return the number of lines.
-
-        Raises:
-            TrackerError: the tracker failed.
-        """
+        """Send what is new, with `follow` until the run ends or Ctrl-C; return the number of lines."""
         failures = [_failure_of(partial(self._send_lines, follow)), _failure_of(self._finish)]
         if failure := next(filter(None, failures), None):
             raise TrackerError(
@@ -124,7 +119,7 @@ class SentPart:
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))  # there; the tracker's own where it gives one
     bytes: int = 0  # of metrics.jsonl that have arrived
-    is_new: bool = True  # there is no run there yet
+    is_new: bool = True  # the tracker does not have the run yet
 
 
 class SentState:

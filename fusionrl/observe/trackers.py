@@ -28,7 +28,7 @@ class Target:
     project: str
     name: str
     run_id: str  # see `track.SentPart`
-    is_new: bool  # there is no run there yet
+    is_new: bool  # the tracker does not have the run yet
     config: Mapping[str, object]
     offline: bool = False  # nothing leaves this machine
     address: str = ""  # of the tracker's server, or of its files; "": the tracker's own choice
@@ -276,11 +276,7 @@ ADAPTERS: dict[str, Callable[[Target], Tracker]] = {
 
 
 def open_tracker(kind: str, target: Target) -> Tracker:
-    """Open a run of a tracker, by its name in `ADAPTERS`.
-
-    Raises:
-        ValueError: its package is missing, or it refuses the run.
-    """
+    """Open a run of a tracker, by its name in `ADAPTERS`; ValueError if its package is missing, or it refuses."""
     try:
         return ADAPTERS[kind](target)
     except ImportError as error:

@@ -10,14 +10,11 @@ import numpy as np
 
 @dataclass
 class Lengths:
-    """Lognormal lengths. The n-th request for a prompt gets the prompt's n-th length, from whichever engine.
-
-    longest  tokens after which an answer is cut off
-    """
+    """Lognormal lengths. The n-th request for a prompt gets the prompt's n-th length, from whichever engine."""
 
     median: float = 1000.0
     sigma: float = 1.05
-    longest: int = 28_672
+    longest: int = 28_672  # tokens after which an answer is cut off
     prompt: int = 256
     seed: int = 0
     _asked: Counter[int] = field(default_factory=Counter)

@@ -70,17 +70,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a pipeline, with changes of its flags and of the setting.
-
-    parts      rollouts that are fetched and trained one after the other between two pushes, a batch together
-    log_probs  they are computed again, by the weights before each step
-    """
+    """A line of the table: a pipeline, with changes of its flags and of the setting."""
 
     name: str
     pipeline: str
     flags: dict[str, Any] = field(default_factory=dict)
-    parts: int = 1
-    log_probs: bool = False
+    parts: int = 1  # rollouts that are fetched and trained one after the other between two pushes, a batch together
+    log_probs: bool = False  # they are computed again, by the weights before each step
     setting: dict[str, Any] = field(default_factory=dict)
 
 

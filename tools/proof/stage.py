@@ -17,16 +17,11 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Values that the commands of stages are made of.
+    """Values that the commands of stages are made of."""
 
-    folder     of the stage alone, empty
-    task       the quickstart: model, train.jsonl
-    rehearses  on a CPU, at tiny sizes: bounds on figures do not hold
-    """
-
-    folder: Path
-    task: Path
-    rehearses: bool
+    folder: Path  # of the stage alone, empty
+    task: Path  # the quickstart: model, train.jsonl
+    rehearses: bool  # on a CPU, at tiny sizes: bounds on figures do not hold
 
     @property
     def device(self) -> str:
@@ -41,26 +36,16 @@ Read = Callable[[Setting, int, str], Figures]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage.
+    """A stage."""
 
-    name      of it, on the command line and in its folder
-    rows      beginnings of the rows of docs/results/gpu-results.md that it fills in
-    command   what it runs
-    read      its figures
-    num_gpus  that it needs
-    packages  that it needs in addition to those of a run
-    variables  of the environment that name what it needs
-    limit_s   seconds that it may take; None: those of the command line
-    """
-
-    name: str
-    rows: tuple[str, ...]
-    command: Callable[[Setting], list[str]]
-    read: Read
-    num_gpus: int = 1
-    packages: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    limit_s: float | None = None
+    name: str  # of it, on the command line and in its folder
+    rows: tuple[str, ...]  # beginnings of the rows of docs/results/gpu-results.md that it fills in
+    command: Callable[[Setting], list[str]]  # what it runs
+    read: Read  # its figures
+    num_gpus: int = 1  # that it needs
+    packages: tuple[str, ...] = ()  # that it needs in addition to those of a run
+    variables: tuple[str, ...] = ()  # of the environment that name what it needs
+    limit_s: float | None = None  # seconds that it may take; None: those of the command line
 
 
 @dataclass

@@ -93,7 +93,7 @@ _MOST_MISSES = 8  # samples that have no room; what comes after them is not even
 class StepBlock:
     """A packed file."""
 
-    text: str | None  # in base64; None where there was no room even for the numbers
+    text: str | None  # in base64; None if even the numbers do not fit
     facts: dict[str, Any]  # what the table of steps shows of it; "kept": samples with texts and tokens
     token_ids: set[int]  # of the kept samples
     prompts: list[tuple[int, int]]  # (number of a prompt, line of the first sample) of each group that is kept
