@@ -51,7 +51,7 @@ def _generate(engine: EngineActor, temperature: float) -> list[dict[str, Any]]:
     return [answer["meta_info"] for answer in answers]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_log_probs_are_the_model_s(engine: EngineActor, model: Path, temperature: float) -> None:
     """By transformers, which knows nothing of drafts; a token that is the likeliest one is so without drafts, too."""
     from transformers import AutoModelForCausalLM

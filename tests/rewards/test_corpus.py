@@ -5,25 +5,15 @@
 
 import importlib.util
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "from_slime_scores.py"
 PAGE = ROOT / "docs" / "guides" / "rewards.md"
-STUB = """
-import json
-async def async_rm(args, sample):
-    assert args.rm_type == "f1" and sample.label == "cat"
-    if sample.response == "raises":
-        raise ZeroDivisionError
-    return 0.25 if sample.response == "odd" else 1
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +45,3 @@ def test_every_difference_is_on_the_page(tool: ModuleType) -> None:
     assert all(case["ours"] != case["slime"] for case in cases)
     assert {(case["rm_type"].removeprefix("boxed_"), case["why"]) for case in cases} == stated
     assert all(len(row[5].strip()) > 20 for row in rows)
-
-
-def test_the_tool_tells_a_difference_that_is_not_stated(
-    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub = tmp_path / "checkout" / "slime" / "rollout" / "rm_hub"
-    hub.mkdir(parents=True)
-    (hub / "__init__.py").write_text(STUB)
-    rows: list[Any] = [("cat", 1.0, {}), ("odd", 0.25, {"ours": 0.0, "why": "a reason"})]
-
-    corpus = tmp_path / "corpus.jsonl"
-    monkeypatch.setattr(sys, "argv", ["tool", "--slime", str(tmp_path / "checkout"), "--corpus", str(corpus)])
-    for more, status, parts in (
-        ([], 0, ["f1: the same", "f1: different, stated", "2 answers, 0 not as stated"]),
-        ([("dog", 1.0, {}), ("raises", "error", {})], 1, ["slime 1.0, here 0.0; stated", "slime error, here 0.0"]),
-    ):
-        rows += more
-        lines = [{"rm_type": "f1", "response": text, "label": "cat", "slime": s} | why for text, s, why in rows]
-        corpus.write_text("\n".join(map(json.dumps, lines)))
-        assert tool.main() == status
-        told = capsys.readouterr().out
-        assert all(part in told for part in parts), told
