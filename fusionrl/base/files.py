@@ -119,12 +119,8 @@ def hash_kind() -> str:
 
 
 def hash_file(path: Path, kind: str) -> str:
-    """The file's hash, as in `Facts`.
-
-    Raises:
-        OSError: it cannot be read, or is a symbolic link.
-        ValueError: an unknown kind, or one whose package is not installed.
-    """
+    """The file's hash, as in `Facts`. Raises OSError if it cannot be read or is a symbolic link; ValueError for an
+    unknown kind, or one whose package is not installed."""
     digest = _new_hash(kind)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as file:
@@ -154,15 +150,10 @@ def facts_of(folder: Path, names: Iterable[str]) -> Facts:
 
 
 def check_facts(folder: Path, facts: object, where: str) -> None:
-    """Compare files with their `Facts`, several at a time.
+    """Compare files of `folder` with their `Facts`, several at a time. `facts`: as read from JSON, so perhaps anything.
 
-    Args:
-        folder: of the files; a subfolder's files are not in `facts`.
-        facts: as read from JSON, so perhaps anything.
-        where: beginning of the message.
-
-    Raises:
-        ValueError: a file is missing, not regular, or has another size or hash; or `facts` are malformed.
+    Raises ValueError, which begins with `where`, if a file is missing, not regular, or has another size or hash, or
+    `facts` are malformed.
     """
     if not isinstance(facts, Mapping) or not facts:
         raise ValueError(f"{where}: it lists no files with hashes (it was changed, or is incomplete)")

@@ -15,16 +15,11 @@ _NO_LIMIT = 2**62  # version 1 writes the largest number of pages where there is
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A control group with a limit.
-
-    folder  its files
-    limit   bytes that its processes may use together
-    used    bytes that they use now, files that the kernel would give up not counted
-    """
+    """A control group with a limit."""
 
     folder: Path
-    limit: float
-    used: float
+    limit: float  # bytes that its processes may use together
+    used: float  # bytes that they use now, files that the kernel would give up not counted
 
 
 def group_chains(root: Path = ROOT) -> list[list[Path]]:

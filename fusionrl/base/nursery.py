@@ -42,24 +42,15 @@ _TAKEN_S = 10.0
 
 @dataclass(frozen=True)
 class Branch:
-    """A kind of process.
+    """A kind of process. Of variables `kept`, `late` have the beginnings of names, `free` names."""
 
-    path         of its socket
-    modules      that it imports
-    function     "module:name", called with the list of arguments in each fork; imported at the first request
-    environment  added to the nursery's before the imports
-    kept         beginnings of the names of variables whose values the libraries keep from their import
-    late         beginnings of the names of those that the first request brings
-    free         names that begin as those of `kept`, of variables that are read only when a process works
-    """
-
-    path: str
-    modules: list[str]
-    function: str
-    environment: dict[str, str] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
-    free: list[str] = field(default_factory=list)
+    path: str  # of its socket
+    modules: list[str]  # that it imports
+    function: str  # "module:name", called with the list of arguments in each fork; imported at the first request
+    environment: dict[str, str] = field(default_factory=dict)  # added to the nursery's before the imports
+    kept: list[str] = field(default_factory=list)  # variables whose values the libraries keep from their import
+    late: list[str] = field(default_factory=list)  # those that the first request brings
+    free: list[str] = field(default_factory=list)  # those of `kept` that are read only when a process works
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from fusionrl.plan.devices import VARIABLE, visible_names
 def detect_device(device: str) -> Literal["cpu", "cuda"]:
     """`cpu` or `cuda`; auto asks NVML, which costs milliseconds where torch costs seconds.
 
-    GPUs that CUDA_VISIBLE_DEVICES hides do not count: NVML shows them, too.
-
-    Raises:
-        ValueError: --device cuda on a machine without a GPU, or with all of them hidden.
+    GPUs that CUDA_VISIBLE_DEVICES hides do not count: NVML shows them, too. Raises ValueError for --device cuda on a
+    machine without a GPU, or with all of them hidden.
     """
     if device == "cpu":
         return "cpu"

@@ -53,12 +53,8 @@ def print_plan(config: Config, plan: Plan) -> None:
 def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
     """Print the plan for a cluster elsewhere, and what could not be checked; returns the exit code.
 
-    Args:
-        argv: the command line without `plan_flags`.
-        plan_flags: values of PLAN_FLAGS.
-
-    Raises:
-        CommandLineError: every mistake that flags and config.json show.
+    `argv`: without `plan_flags`, values of PLAN_FLAGS. Raises CommandLineError with every mistake that flags and
+    config.json show.
     """
     config, errors = read_args(argv, "fusionrl plan")
     cluster = attempt(errors, lambda: Cluster.parse(plan_flags["--cluster"]))

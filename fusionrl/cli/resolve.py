@@ -37,8 +37,7 @@ def not_named_yet(found: Iterable[str], errors: Iterable[str]) -> list[str]:
 def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tuple[Config, Plan]:
     """Return the checked configuration of a command line, and its plan. `plan_flags`: values of PLAN_FLAGS.
 
-    Raises:
-        CommandLineError: every mistake that can be known before anything starts.
+    Raises CommandLineError with every mistake that can be known before anything starts.
     """
     config, errors = read_args(argv)
     if config.run.resume and (of_folder := resume_folder_errors(config)):

@@ -27,19 +27,13 @@ HOST, HOST_PEAK = "host_bytes", "host_peak_bytes"
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings that an actor's process takes over before anything else: the rights of its files, and secrets.
-
-    It may open as many files as its machine allows.
-
-    host           the address of its node; its interface is looked up there, as no other node can
-    numa_affinity  it is bound to the CPUs near its GPUs, once it starts what uses them
-    """
+    """Settings that an actor's process takes over before anything else: the rights of its files, and secrets."""
 
     umask: int
     hook_secrets: dict[str, str] = field(default_factory=dict, repr=False)
-    host: str | None = None
+    host: str | None = None  # the address of its node; its interface is looked up there, as no other node can
     environment: dict[str, str] = field(default_factory=dict)
-    numa_affinity: bool = False
+    numa_affinity: bool = False  # it is bound to the CPUs near its GPUs, once it starts what uses them
 
     def apply(self) -> None:
         """Take it over. On a cluster that the run has joined, the process has the environment of that cluster."""

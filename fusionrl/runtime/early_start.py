@@ -103,9 +103,6 @@ class EarlyStart:
             logger.debug("no nursery: %s", error)
             self._end_nursery()
             return
-        self._place(order)
-
-    def _place(self, order: Order) -> None:
         if self._nursery is None:
             self._start_nursery()
         if self._nursery is not None:

@@ -99,11 +99,8 @@ class ExternalEngines:
 
     # ------------------------------------------------------------------------------------ start and end
     def start(self, router: Router | None, urls: list[str]) -> None:
-        """Add the engines of the flag to the list, and wait until each has joined.
-
-        Raises ValueError if the run cannot use an engine of the flag; RuntimeError if an engine of the flag does not
-        answer.
-        """
+        """Add the engines of the flag to the list, and wait until each has joined. Raises ValueError if the run cannot
+        use one of them; RuntimeError if one does not answer."""
         self._router = router
         if router is None:
             return
@@ -154,8 +151,8 @@ class ExternalEngines:
     def _follow_list(self) -> None:
         try:
             wanted_urls, errors = read_wanted(self._run_dir)
-        except OSError as fault:  # the list counts as unchanged
-            _warn_once(self._reported_faults, fault)
+        except OSError as error:  # the list counts as unchanged
+            self._warn_once(error)
             return
         for text in set(errors) - self._reported_errors:
             logger.warning("%s", text)
@@ -309,6 +306,11 @@ class ExternalEngines:
         ray.kill(engine.actor)
         self._past[engine.url] = EngineState(url=engine.url, state=state, note=note[:500])
 
+    def _warn_once(self, error: OSError) -> None:
+        if str(error) not in self._reported_faults:
+            self._reported_faults.add(str(error))
+            logger.warning("engines of others: %s", error)
+
     def _write(self) -> None:
         present = {e.url: EngineState(url=e.url, state=e.state, note="") for e in self._engines}
         states = [*(self._past | present).values()]
@@ -316,7 +318,7 @@ class ExternalEngines:
             try:
                 write_states(self._run_dir, states)
             except OSError as error:  # a full disk does not end the run; the next look tries again
-                _warn_once(self._reported_faults, error)
+                self._warn_once(error)
                 return
             self._written = states
 
@@ -340,12 +342,6 @@ def _take_out(router: Router | None, engine: ExternalEngine) -> bool:
         logger.warning("engine %d at %s: %s", engine.index, engine.url, error)
         return False
     return True
-
-
-def _warn_once(reported: set[str], error: OSError) -> None:
-    if str(error) not in reported:
-        reported.add(str(error))
-        logger.warning("engines of others: %s", error)
 
 
 class ExternalEngineWorker(AttachedEngine):

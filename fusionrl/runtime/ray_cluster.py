@@ -326,27 +326,19 @@ _ANSWER_S = 120.0  # a node's first worker starts Python and imports packages, m
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a cluster.
+    """A node of a cluster."""
 
-    name         its address, and with the start of its Ray id where several nodes share an address
-    is_own       this process is on it
-    num_devices  that Ray counts
-    """
-
-    name: str
+    name: str  # its address, and with the start of its Ray id where several nodes share an address
     address: str
-    is_own: bool
-    num_devices: int
+    is_own: bool  # this process is on it
+    num_devices: int  # that Ray counts
 
 
 class NodeActors:
     """A context manager: joins the cluster and puts an object on each node; leaving it ends them and leaves."""
 
     def __init__(self, kind: type, device: str, address: str, *, allow_open: bool) -> None:
-        """`kind` is the objects' class, made without arguments. `device`: "cpu" or "cuda".
-
-        `address` and `allow_open` are those of `start_ray`.
-        """
+        """`kind`: the objects' class, made without arguments; the others as of `start_ray`."""
         self._kind, self._device, self._address, self._allow_open = kind, device, address, allow_open
         self.nodes: list[Node] = []
         """The nodes that `ask` calls; callers may remove those that do not answer."""
