@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import render_prompt
 from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
 from fusionrl.data.supervised import MultiTurnLossMaskGenerator

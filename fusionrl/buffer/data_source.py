@@ -19,9 +19,10 @@ import numpy as np
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, load_function, user_code
 from fusionrl.config.run_parts import has_own_source, reads_prompts
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef
-from fusionrl.data.prompts import Mixture, PromptColumns, PromptSequence, load_conversations, load_prompts
+from fusionrl.data.prompts import Mixture, PromptSequence, load_conversations, load_prompts
 from fusionrl.data.rows import parse_sets
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of

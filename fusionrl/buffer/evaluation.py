@@ -14,7 +14,8 @@ from fusionrl.buffer.rollout_stages import by_adapter
 from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.train_shards import TrainingSamples, take_shards
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.data.prompts import PromptColumns, load_conversations
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import load_conversations
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_fields import UNKNOWN_VERSION, as_version, split_versions
 from fusionrl.data.train_batch import TrainShard, attempt_shares, attempts_of
@@ -23,7 +24,6 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.balance import BatchPlan
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import counting_lost
-from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.types import EvalResult, as_eval_output
 
 
@@ -174,6 +174,8 @@ class Evaluation:
 
     def validation_shards(self, put: Callable[[TrainShard], object]) -> dict[str, list[object]]:
         """--mode sft: set → one shard a rank, for `PolicyTrainer.evaluate_loss`; of several adapters, set-adapter."""
+        from fusionrl.rollout.sft_rollout import to_sft_sample
+
         assert self.plan.balance is not None and self.plan.batch is not None
         shards, args = {}, self.border.args()
         for eval_set in eval_sets(args):

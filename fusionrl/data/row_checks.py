@@ -325,9 +325,12 @@ class RowChecker:
         if calls is not None and not _are_calls(calls):
             cause = f"column {key!r}: tool_calls of a message is not a list of {{'function': {{'name': …}}}}"
             findings.append(Finding(cause))
-        elif isinstance(calls, list) and (text := _unreadable_arguments(calls)) is not None:
-            cause = f"column {key!r}: arguments of a tool call are text, but not JSON of an object"
-            findings.append(Finding(cause, f"{text[:80]!r}"))
+        for call in calls if isinstance(calls, list) and _are_calls(calls) else ():
+            text = decoded((call.get("function") or call).get("arguments"))
+            if isinstance(text, str):
+                cause = f"column {key!r}: arguments of a tool call are text, but not JSON of an object"
+                findings.append(Finding(cause, f"{text[:80]!r}"))
+                break
 
     def _check_turns(self, messages: Sequence[Mapping[str, object]], findings: list[Finding]) -> None:
         from fusionrl.data.supervised import is_trained
@@ -407,11 +410,6 @@ def _are_calls(calls: object) -> bool:
         return False
     functions = [call.get("function") or call for call in calls]
     return all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions)
-
-
-def _unreadable_arguments(calls: Sequence[Mapping[str, Any]]) -> str | None:
-    read = (decoded((call.get("function") or call).get("arguments")) for call in calls)
-    return next((arguments for arguments in read if isinstance(arguments, str)), None)
 
 
 def _texts(message: object) -> Iterable[str]:

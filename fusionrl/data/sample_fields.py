@@ -100,6 +100,10 @@ DTYPES = {
 }
 
 
+LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
+SMALLEST_LOG_PROB = -1e5  # lower values are not log-probs: exp of their difference to any other overflows
+
+
 def packed(name: str, value: object) -> np.ndarray:
     """A field's numbers as an array; a mask may hold shares between 0 and 1.
 

@@ -28,10 +28,11 @@ from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationEr
 
 from fusionrl.data.images import ImageRef, interned, picture, png_of
 from fusionrl.data.sample import COUNTS, Sample, Status, is_trained_on, stored_fields
+from fusionrl.data.sample_fields import LARGEST_LOG_PROB, SMALLEST_LOG_PROB
 from fusionrl.observe.formats import to_jsonable
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 
 class SetState(TypedDict):
@@ -95,19 +96,14 @@ def pack(value: object) -> object:
     if isinstance(value, ImageRef):
         return {"$image": [value.key, value.height, value.width, value.num_tokens, value.source]}
     if "PIL.Image" in sys.modules and isinstance(value, sys.modules["PIL.Image"].Image):
-        return _pack_picture(value)
+        from fusionrl.data.processor import ref_of
+
+        ref = ref_of(value)
+        return {"$picture": base64.b64encode(png_of(value)).decode()} if ref is None else {"$view": pack(ref)}
     torch = sys.modules.get("torch")  # where there is a tensor, torch has been imported
     if torch is not None and isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:
         return {"$tensor": pack(value.detach().cpu().numpy())}
     return to_jsonable(value)
-
-
-def _pack_picture(value: "Image") -> object:
-    from fusionrl.data.processor import ref_of
-
-    if (ref := ref_of(value)) is not None:
-        return {"$view": pack(ref)}
-    return {"$picture": base64.b64encode(png_of(value)).decode()}
 
 
 def images_in(packed: object) -> Iterator[ImageRef]:
@@ -158,8 +154,6 @@ def unpack(value: object) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ values
-LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
-SMALLEST_LOG_PROB = -1e5  # lower values are not log-probs: exp of their difference to any other overflows
 _LARGEST_VERSION = _LARGEST_TOKEN = int(np.iinfo(np.int32).max)
 
 
@@ -203,18 +197,13 @@ def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rul
     if not values.size:
         return
     if values.dtype.kind not in kinds:
-        raise ValueError(f"sample {sample.index}: {name} holds {_first_strange(stored)}; {rule}")
+        flat = stored.ravel().tolist() if isinstance(stored, np.ndarray) else list(stored)
+        strange = next((each for each in flat if isinstance(each, bool) or not isinstance(each, int)), flat[0])
+        raise ValueError(f"sample {sample.index}: {name} holds {strange!r:.80}; {rule}")
     if not (values.min() >= least and values.max() <= most):  # NaN is not within
         place = np.argwhere(~((values >= least) & (values <= most)))[0]
         value, where = values[tuple(place)], ", ".join(map(str, place))
         raise ValueError(f"sample {sample.index}: {name} holds {value:.6g} at place {where}; {rule}")
-
-
-def _first_strange(values: np.ndarray | Sequence[object]) -> str:
-    """Return the first value that is not a whole number, for messages."""
-    flat = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
-    strange = next((value for value in flat if isinstance(value, bool) or not isinstance(value, int)), flat[0])
-    return f"{strange!r:.80}"
 
 
 def read_samples(path: Path, vocab_size: int | None = None, num_experts: int | None = None) -> list[Sample]:
@@ -307,7 +296,7 @@ def samples_of(
     weight_versions, rollout_routed_experts, truncated, sample_indices, group_index and metadata may be. A sample whose
     index is that of one of `originals` belongs to its group, and is not trained on if the original is not.
 
-    Raises ValueError: names `flag` and what is missing or of another length.
+    Raises ValueError: names `flag` and what is missing or of another number. `check_samples` checks the samples.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{flag}: it returned {type(data).__name__}; expected a dict of lists")
@@ -327,19 +316,16 @@ def samples_of(
         own_group = -2 - i if original is None else original.group_index
         fields: dict[str, Any] = {field: data[name][i] for name, field in _FIELDS.items() if name in data}
         fields["response_length"] = int(fields["response_length"])
-        sample = Sample(
-            index=index,
-            group_index=int(data["group_index"][i]) if "group_index" in data else own_group,
-            remove_sample=original is not None and not is_trained_on(original),
-            image_spans=() if original is None else original.image_spans,
-            status=Status.TRUNCATED if "truncated" in data and data["truncated"][i] else Status.COMPLETED,
-            **fields,
+        samples.append(
+            Sample(
+                index=index,
+                group_index=int(data["group_index"][i]) if "group_index" in data else own_group,
+                remove_sample=original is not None and not is_trained_on(original),
+                image_spans=() if original is None else original.image_spans,
+                status=Status.TRUNCATED if "truncated" in data and data["truncated"][i] else Status.COMPLETED,
+                **fields,
+            )
         )
-        try:
-            sample.validate()
-        except ValueError as error:
-            raise ValueError(f"{flag}: {error}") from error
-        samples.append(sample)
     rewards = [float(value) for value in data["rewards"]]
     raw = [float(value) for value in data["raw_reward"]] if "raw_reward" in data else rewards
     check_rewards(raw, rewards, flag)

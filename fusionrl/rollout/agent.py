@@ -24,9 +24,10 @@ import numpy as np
 
 from fusionrl.base import cpu_wing
 from fusionrl.config.hooks import call_hook, user_code
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageRef
-from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.prompts import render_prompt
 from fusionrl.data.render import tokens_after_assistant, tools_of
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import add_images

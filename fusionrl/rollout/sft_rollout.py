@@ -4,7 +4,7 @@ import functools
 import json
 from argparse import Namespace
 
-from fusionrl.data.image_rows import ImageColumn
+from fusionrl.data.columns import ImageColumn
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample

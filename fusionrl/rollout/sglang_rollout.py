@@ -21,7 +21,8 @@ import numpy as np
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.hooks import HookError, call_hook
-from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import load_prompts
 from fusionrl.data.sample import Sample, reward_value
 from fusionrl.data.sample_images import keep_images
 from fusionrl.data.tokenizer import load_tokenizer

@@ -9,7 +9,8 @@ share one group and its baseline.
 import copy
 from typing import Any
 
-from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import render_prompt
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rewards import async_rm
 from fusionrl.rollout.sglang_rollout import generate as generate_one

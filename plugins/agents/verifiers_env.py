@@ -23,7 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from fusionrl.config.hooks import load_function
-from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import render_prompt
 from fusionrl.data.render import tokens_after_assistant
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer

@@ -27,9 +27,10 @@ from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.stream import Stream
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import normal_form, read_processor_files
-from fusionrl.data.prompts import PromptColumns, load_conversations
+from fusionrl.data.prompts import load_conversations
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_json import pack_sample, read_samples
 from fusionrl.models.shape import read_model_shape

@@ -8,7 +8,8 @@ import pytest
 
 from fusionrl.buffer.reject_sampling import AcceptedSamples
 from fusionrl.config.config import Config
-from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import check_file, load_conversations
 from fusionrl.data.row_checks import RowChecker
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.rollout.sft_rollout import to_sft_sample

@@ -50,7 +50,6 @@ def test_columns_become_samples() -> None:
         ({"rewards": [1.0, math.nan]}, r"--flag f: raw_reward\[1\] is nan; a reward must be a finite number"),
         ({"rewards": [math.inf, 0.0], "raw_reward": [1, 0]}, r"--flag f: rewards\[0\] is inf"),
         ({"rewards": [1.0]}, "--flag f: 'rewards' has 1 entries, 'tokens' has 2"),
-        ({"loss_masks": [[1, 1], [1, 1]]}, "--flag f: sample 1: loss_mask has 2 values for 1 response tokens"),
     ],
     ids=str,
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
 from fusionrl.rollout.sessions.messages import Refused, TurnRequest

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config
-from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.columns import PromptColumns
+from fusionrl.data.prompts import load_prompts
 from fusionrl.data.sample import Sample
 from plugins.rewards.rubric import reward
 from tests.rollout import engine as scripted

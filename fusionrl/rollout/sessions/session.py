@@ -22,10 +22,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fusionrl.data.columns import PromptColumns
 from fusionrl.data.findings import FindingError
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import Expanded
-from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.prompts import render_prompt
 from fusionrl.data.render import render_messages, tokens_after_assistant
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import add_images

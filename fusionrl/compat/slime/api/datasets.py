@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fusionrl.data import processor, tokenizer
-from fusionrl.data.columns import media_errors
-from fusionrl.data.image_rows import ImageColumn
+from fusionrl.data.columns import ImageColumn, PromptColumns, media_errors
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ProcessorFiles, png_of
 from fusionrl.data.processor import Processor, as_ref, images_of_messages
-from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.prompts import load_prompts
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
 
