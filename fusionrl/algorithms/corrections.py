@@ -132,7 +132,7 @@ def opsm_mask(
 
     Near means: the mean over the sequence's tokens of `old - new` is at most `delta`. Source: DeepSeek-V3.2
     (arXiv 2512.02556), section 3.1; --use-opsm --opsm-delta. A token whose old log-prob is not finite is left out of
-    the mean; whether it stays is decided like for the others. `log_probs` are of the policy as it is now, `delta` is in
+    the mean; whether it stays is decided like for the others. `log_probs` belong to the current policy, `delta` is in
     nats; all tensors are [N].
 
     Returns (keep [N] bool, metrics [N]: `opsm_fraction`, 1.0 where a token was masked).

@@ -1,6 +1,6 @@
 """`Config`: every group of flags, and what is passed through to SGLang, the router and Megatron-core.
 
-FIELDS has each flag's field by name: its type, default, bounds, help and scopes stand there and nowhere else.
+FIELDS has each flag's field by name: its type, default, bounds, help and scopes are declared there and nowhere else.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class Switch(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        assert option_string is not None, "a switch is no positional argument"
+        assert option_string is not None, "a switch is not a positional argument"
         setattr(namespace, self.dest, switch_spellings(self.dest)[option_string])
 
     def format_usage(self) -> str:

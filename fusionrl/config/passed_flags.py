@@ -1,6 +1,6 @@
-"""Flags without a field in `Config`: those of SGLang, the router and Megatron-core, of `fusionrl plan`, and slime's.
+"""Flags without a field in `Config`: those of SGLang, the router, Megatron-core, `fusionrl plan` and slime.
 
-The wing `compat` is imported only for a command line, or a file, that has some of slime's.
+The wing `compat` is imported only where a command line, or a file, has slime flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flags of a run: its work, its place, its checkpoints and its pipeline; and the profiles that it is asked for."""
+"""Flags of a run: its work, place, checkpoints, pipeline and profiles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The plan of a group of trainers: what `auto` means for it, a second trained model, the learning rate's schedule.
 
-Each rule stands here once, for the plan and for a trainer without one.
+Each rule is here once, for the plan and for a trainer without one.
 """
 
 from collections.abc import Mapping
