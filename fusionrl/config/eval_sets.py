@@ -14,7 +14,15 @@ from pydantic import Field, ValidationError
 from fusionrl.config.config import Config
 from fusionrl.config.scopes import Group
 
-_OF_IMAGES = ("multimodal_folder", "image_max_pixels", "image_min_pixels")
+# Settings that have the value of the flag of their name, or, without --eval-…, that of another flag.
+_AS_THE_FLAGS = (
+    *("metadata_key", "tool_key", "multimodal_folder", "image_max_pixels", "image_min_pixels"),
+    *("n_samples_per_eval_prompt", "rm_type", "custom_rm_path", "custom_generate_function_path"),
+)
+_UNLESS_GIVEN = {
+    "": ("input_key", "label_key", "reward_key"),
+    "rollout_": ("temperature", "top_p", "top_k", "max_response_len"),
+}
 _REWARD = ("rm_type", "custom_rm_path")  # alternatives: setting either replaces both
 
 
@@ -99,29 +107,16 @@ def sees_images(config: Config) -> bool:
 
 
 def _from_flags(args: Namespace) -> dict[str, object]:
-    def pick(name: str, of_rollout: str) -> object:
-        value = getattr(args, f"eval_{name}")
-        return getattr(args, of_rollout) if value is None else value
-
-    return {
-        "input_key": args.eval_input_key or args.input_key,
-        "label_key": args.eval_label_key or args.label_key,
-        "metadata_key": args.metadata_key,
-        "tool_key": args.tool_key,
+    values = {name: getattr(args, name) for name in _AS_THE_FLAGS}
+    for prefix, names in _UNLESS_GIVEN.items():
+        for name in names:
+            own = getattr(args, f"eval_{name}")
+            values[name] = getattr(args, prefix + name) if own is None else own
+    return values | {
         "multimodal_keys": args.multimodal_keys or {},
-        **{name: getattr(args, name) for name in _OF_IMAGES},
-        "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
-        "temperature": pick("temperature", "rollout_temperature"),
-        "top_p": pick("top_p", "rollout_top_p"),
-        "top_k": pick("top_k", "rollout_top_k"),
-        "max_response_len": pick("max_response_len", "rollout_max_response_len"),
         "min_new_tokens": args.rollout_min_response_len,
         "stop": args.rollout_stop,
         "stop_token_ids": args.rollout_stop_token_ids,
-        "rm_type": args.rm_type,
-        "custom_rm_path": args.custom_rm_path,
-        "reward_key": pick("reward_key", "reward_key"),
-        "custom_generate_function_path": args.custom_generate_function_path,
     }
 
 
