@@ -83,8 +83,9 @@ def declared(source: str, path: str) -> Iterator[tuple[str, Entry]]:
     """Yield (name, entry) for each metric that a module's text declares."""
     for block in _DECLARED.findall(source):
         for text in re.split(r"\n(?! )", block.strip()):
-            name, unit, meaning, when = [*" ".join(text.split()).split(" | "), ""][:4]
-            yield name, Entry(_section_of(name), unit, meaning, when, path)
+            name, *cells = " ".join(text.split()).split(" | ")
+            assert len(cells) in (2, 3), f"{path}, METRICS: expected name | unit | meaning (| when), not {text!r}"
+            yield name, Entry(_section_of(name), cells[0], cells[1], "".join(cells[2:]), path)
 
 
 def read_glossary() -> dict[str, Entry]:
@@ -138,11 +139,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def describe(name: str) -> str:
-    """Return the entries for `name`, or those whose names contain it, as plain text.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the entries for `name`, or those whose names contain it, as plain text; ValueError if there are none."""
     name = ON_THE_CONSOLE.get(name, name)
     exact = entry_of(name)
     entries = {name: exact} if exact else {key: entry for key, entry in GLOSSARY.items() if name in key}

@@ -219,11 +219,7 @@ def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
 
 
 def rollout_of_step(run_dir: Path, step: int | None = None, kind: str = "train") -> RolloutFile:
-    """The file with the samples of a step (None: the last one that has any), of its highest attempt.
-
-    Raises:
-        ValueError: there is none; says which steps have samples.
-    """
+    """Return the last attempt's samples of a step (None: the last that has any); ValueError names those that have."""
     files = {file.step: file for file in list_rollouts(run_dir, kind)}
     if not files:
         raise ValueError(f"{run_dir} has no samples of kind {kind!r}")

@@ -239,11 +239,7 @@ class Samples:
         return entries
 
     def with_index(self, index: int) -> list[Entry]:
-        """The samples with this index: one, or several that a generate function made of one.
-
-        Raises:
-            ValueError: there is none; says which there are.
-        """
+        """Return the samples with this index: several, if a generate function made them of one; ValueError if none."""
         entries = [entry for entry in self.entries if entry.index == index]
         if not entries:
             known = [entry.index for entry in self.entries if entry.index is not None]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS = """
-eval/failed | evaluations | 1 where the engines of the evaluation died (--eval-num-gpus), and it has no other result.
-    | --use-fault-tolerance
 perf/time_train_s | seconds | Training: all forward passes and optimizer steps, critic and reward model included.
 perf/time_wait_eval_s | seconds | How long a push waited for the evaluation before, whose engines the next one needs.
     | --eval-num-gpus, where an evaluation follows

@@ -98,23 +98,17 @@ _MOST_BYTES = 200_000_000  # of the samples of one step
 
 
 class Pages:
-    """Answers of the server: the page, and the samples of a file by its name on the page.
-
-    Raises ValueError if the folder `vocabulary` has no tokenizer.
-    """
+    """Answers of the server: the page, and the samples of a file by its name on the page."""
 
     def __init__(self, runs: Sequence[Path], vocabulary: str = "") -> None:
+        """Raises ValueError if the folder `vocabulary` has no tokenizer."""
         self._runs = runs
         if vocabulary:
             vocabulary_of(runs[0], vocabulary)  # a wrong folder fails here and not in the browser
         self._vocabulary_of = functools.cache(lambda run: vocabulary_of(run, vocabulary))
 
     def index(self) -> bytes:
-        """The page with the metrics of now, and the names of all files.
-
-        Raises:
-            ValueError: a run cannot be read.
-        """
+        """Return the page with the metrics of now, and the names of all files; ValueError if a run cannot be read."""
         blocks = []
         for number, run in enumerate(self._runs):
             listed = [
@@ -143,11 +137,7 @@ def _name(number: int, file: RolloutFile) -> str:
 
 
 def serve_pages(pages: Pages, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
-    """Return a server that is bound and not yet serving, and the address of its page.
-
-    Raises:
-        ValueError: the port is taken.
-    """
+    """Return a server that is bound and not yet serving, and its page's address; ValueError if the port is taken."""
     root = f"/{secrets.token_urlsafe(16)}/"
 
     def answer(path: str) -> Answer:

@@ -276,11 +276,7 @@ def choose_files(files: Sequence[RolloutFile], series: Series, most: int) -> set
 
 
 def metrics_of(run: Path) -> tuple[dict[str, object], list[str]]:
-    """Return the facts of a run without its samples, and sentences about what is left out of it.
-
-    Raises:
-        ValueError: as of `build_run`.
-    """
+    """Return the facts of a run without its samples, and sentences about what is left out; raises as `build_run`."""
     series = series_of(read_rows(run))
     return _facts(run, series, list_rollouts(run)), list(_left_out(series, []))
 
