@@ -35,7 +35,7 @@ HOOK_NAMES = "FUSIONRL_HOOK_ENV"
 """The names that --hook-env gives, for the processes that run the user's functions."""
 
 FOLDER_VARIABLE, PEERS_VARIABLE = "FUSIONRL_STORES", "FUSIONRL_STORE_PEERS"
-"""The folder of the run's stores, and the nodes that may reach them (`base/torch_stores.py`)."""
+"""The folder of the run's stores, and the nodes that may reach them (`base/group_stores.py`)."""
 
 RAY, HOOKS, ENGINES = "ray", "hooks", "engines"
 NEEDS: dict[str, frozenset[str]] = {
