@@ -1,7 +1,7 @@
 """Checks of --hf-checkpoint and other folders of weights, of an engine's size, and of values passed to Megatron.
 
-Megatron checks its configurations when trainers build them. They are built once for the plan, too, where a Megatron
-flag is passed through; `tests/checks/test_megatron.py` holds that Megatron agrees with the checks of fusionrl's flags.
+Megatron checks its configurations when trainers build them. The plan builds them as well, if a Megatron flag is
+passed through; `tests/checks/test_megatron.py` holds that Megatron agrees with the checks of fusionrl's flags.
 """
 
 import importlib.util

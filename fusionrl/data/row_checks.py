@@ -124,11 +124,8 @@ class RowChecker:
         if self.ask_reward is not None and all(finding.is_warning for finding in findings):
             reward_findings = self._reward_findings(self.ask_reward, row)
             # A reward that says what is wrong with a null label makes the general warning needless.
-            return (
-                reward_findings or findings
-                if columns.label_key and row[columns.label_key] is None
-                else [*findings, *reward_findings]
-            )
+            is_null = columns.label_key is not None and row[columns.label_key] is None
+            return (reward_findings or findings) if is_null else findings + reward_findings
         return findings
 
     def error(self, row: Mapping[str, object]) -> str | None:
@@ -266,7 +263,7 @@ class RowChecker:
                 findings.append(Finding(f"column {key!r} is neither text nor a list of messages"))
                 return
             if role not in self._roles:
-                self._roles[role] = self._role_finding(role)
+                self._roles[role] = _role_finding(role, key, self.special_tokens)
             if (finding := self._roles[role]) is not None and finding not in findings:
                 findings.append(finding)
             self._check_message(message, findings)
@@ -292,17 +289,6 @@ class RowChecker:
         if all(finding.is_warning for finding in findings[num_before:]):
             # Whether a loss mask can be made of a conversation that quotes an end marker depends on where it does.
             self._check_template(tuple(shape), messages, tools, findings, is_odd=is_special and self.is_sft)
-
-    def _role_finding(self, role: str) -> Finding | None:
-        cause, role_text = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
-        if not role or not role.isprintable() or " " in role or len(role) > 80:
-            return Finding(f"{cause} is not one word", role_text)
-        if any(token in role for token in self.special_tokens):
-            return Finding(f"{cause} holds a special token of the tokenizer", role_text)
-        if role not in ROLES:
-            hint = "models know system, user, assistant and tool"
-            return Finding(f"{cause} is unusual", role_text, hint, is_warning=True)
-        return None
 
     def _check_message(self, message: Mapping[str, object], findings: list[Finding]) -> None:
         key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
@@ -403,6 +389,18 @@ def _columns_hint(
     if guess := [*([close] if close else []), *(name for name in common_names if name in free)][:1]:
         hint += f": {flag} {guess[0]}?"
     return hint
+
+
+def _role_finding(role: str, key: str, special_tokens: Sequence[str]) -> Finding | None:
+    cause, role_text = f"column {key!r}: a message's role", repr(role[:80])
+    if not role or not role.isprintable() or " " in role or len(role) > 80:
+        return Finding(f"{cause} is not one word", role_text)
+    if any(token in role for token in special_tokens):
+        return Finding(f"{cause} holds a special token of the tokenizer", role_text)
+    if role in ROLES:
+        return None
+    hint = "models know system, user, assistant and tool"
+    return Finding(f"{cause} is unusual", role_text, hint, is_warning=True)
 
 
 def _are_calls(calls: object) -> bool:
