@@ -234,8 +234,8 @@ class RoutedEngines:
 
     def make(self, num_engines: int) -> None:
         """Make the actors, whose servers are not started yet."""
-        numbers = range(self._first, self._first + num_engines)
-        self.engines = [self._launcher.make_engine("engine", number) for number in numbers]
+        for number in range(self._first, self._first + num_engines):
+            self.engines.append(self._launcher.make_engine("engine", number))
 
     def start_router(self) -> str:
         """Start the router, still empty; return its address, or "" without engines."""

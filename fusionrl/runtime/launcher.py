@@ -85,7 +85,7 @@ class Launcher:
         raise_open_files()  # for the router, and for whatever else is started here
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         self._hook_secrets = hook_secrets(self._config.run.hook_env)
-        self.registry.hide([self.api_key, *self._hook_secrets.values()])
+        self.registry.begin([self.api_key, *self._hook_secrets.values()])
         if withheld := not_passed_on(self._config.run.hook_env):
             logger.info("not passed on to the run's processes: %s (see --hook-env)", ", ".join(withheld))
         self._early_start.begin(self._config, plan.device)

@@ -81,13 +81,14 @@ class ActorRegistry:
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._secrets: set[str] = set()
-        self._memory_kills = MemoryKills()  # of the driver's machine
+        self._memory_kills: MemoryKills | None = None  # of the driver's machine
 
     def add(self, name: str, handle: ActorHandle, log: Path) -> None:
         self._members[name] = Member(name, handle, log)
 
-    def hide(self, secrets: Iterable[str | None]) -> None:
-        """Show *** in place of these when the end of a log is shown."""
+    def begin(self, secrets: Iterable[str | None]) -> None:
+        """Count the kernel's kills from now on, and show *** in place of `secrets` in the end of a log."""
+        self._memory_kills = MemoryKills()
         self._secrets |= {secret for secret in secrets if secret}
 
     def __iter__(self) -> Iterator[Member]:
@@ -108,7 +109,8 @@ class ActorRegistry:
         if not dead:
             return None
         member, reason = dead[0]
-        parts = [f"{member.name} died: {reason}", self._memory_kills.sentence(), self._end_of_log(member.log)]
+        kills = self._memory_kills.sentence() if self._memory_kills is not None else ""
+        parts = [f"{member.name} died: {reason}", kills, self._end_of_log(member.log)]
         return ActorDied(". ".join(filter(None, parts)))
 
     def _dead(self, error: BaseException) -> list[tuple[Member, str]]:

@@ -151,17 +151,13 @@ class Stalled(RuntimeError):
 
 @dataclass
 class Watchdog:
-    """A context manager: the thread lives within it. The main thread enters it.
-
-    floor_s     --stall-warn-s
-    timeout_s   --stall-timeout-s
-    """
+    """A context manager: the thread lives within it. The main thread enters it."""
 
     logs: Path
     attempt: int
     probes: ProgressProbes
-    floor_s: float = FLOOR_S
-    timeout_s: float | None = None
+    floor_s: float = FLOOR_S  # --stall-warn-s
+    timeout_s: float | None = None  # --stall-timeout-s
 
     def __post_init__(self) -> None:
         self.verdict: str | None = None

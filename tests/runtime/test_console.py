@@ -35,9 +35,9 @@ def screen(tmp_path: Path) -> Iterator[io.StringIO]:
 
 def run_of(screen: Any, folder: Path, rollout: Rollout | None = None, **flags: Any) -> Run:
     actors: Any = SimpleNamespace(buffer=SimpleNamespace(wait_rollout=lambda started: rollout))
-    config, nothing = Config.from_flat(flags), None
+    config, plan, nothing = Config.from_flat(flags), SimpleNamespace(eval_bundles=()), None
     reporter = Reporter(config, folder, MetricsSink(folder, 1), screen.progress)
-    return Run(config, nothing, folder, actors, reporter, nothing, StopSignal(), 0, -1)  # type: ignore[arg-type]
+    return Run(config, plan, folder, actors, reporter, nothing, StopSignal(), 0, -1)  # type: ignore[arg-type]
 
 
 def test_a_mismatch_and_a_cut_off_evaluation(screen: io.StringIO, tmp_path: Path) -> None:

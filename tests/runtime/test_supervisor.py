@@ -196,7 +196,7 @@ def test_devices_that_are_missing_or_taken_are_counted() -> None:
 def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     """Behind its own error, behind one of an actor that asked it, and behind a closed connection."""
     registry = ActorRegistry()
-    registry.hide(["s3cret", None])
+    registry.begin(["s3cret", None])
     names = ["trainer rank 0", "trainer rank 3", "the Buffer", "engine 1"]
     actors = {name: actor_of(Worker, str(tmp_path / f"{name}.log")) for name in names}
     for name, actor in actors.items():
