@@ -347,14 +347,17 @@ def _staleness_metrics(ages: Sequence[Counter[int]], num_unknown: int) -> dict[s
         return {}
     tokens, oldest = sum(ages, Counter[int]()), Counter(max(sample_ages) for sample_ages in ages)
     metrics: dict[str, float] = {}
-    for name, counts in (("token", tokens), ("sample", oldest)):
+    for counts, mean, most, share in (
+        (tokens, "rollout/staleness/token_mean", "rollout/staleness/token_max", "rollout/staleness/tokens/"),
+        (oldest, "rollout/staleness/sample_mean", "rollout/staleness/sample_max", "rollout/staleness/samples/"),
+    ):
         total = counts.total()
-        metrics[f"rollout/staleness/{name}_mean"] = sum(age * count for age, count in counts.items()) / total
-        metrics[f"rollout/staleness/{name}_max"] = float(max(counts))
+        metrics[mean] = sum(age * count for age, count in counts.items()) / total
+        metrics[most] = float(max(counts))
         shares = Counter({0: 0})  # of the ages that occur, and of 0
         for age, count in counts.items():
             shares[min(age, LAST_BIN)] += count
-        metrics |= {f"rollout/staleness/{name}s/{age}": shares[age] / total for age in sorted(shares)}
+        metrics |= {f"{share}{age}": shares[age] / total for age in sorted(shares)}
     if num_unknown:
         metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + tokens.total())
     return metrics
