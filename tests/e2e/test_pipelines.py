@@ -120,11 +120,11 @@ def test_a_pipeline(
     assert len(prompts) == len(set(prompts)) == 8 * num_steps
     # The loss corrects for them by default, and the numbers tell what became of the tokens.
     assert all("train/is_ratio" in row for row in rows)
-    died = next((row for row in reversed(rows) if row["attempt"] == 1), None)  # the last step before a trainer died
+    died = next((row for row in reversed(rows) if row["attempt"] == 1), None)  # the last step before a process died
     for row in rows:
         is_drawn_ahead = row["attempt"] == 2 and pipeline == "async"  # by a worker: more than is trained in the end
         assert row["pipeline/tokens_trained"] <= row["rollout/num_tokens"]
-        assert row["pipeline/tokens_dropped"] == 0 or is_drawn_ahead
+        assert row["pipeline/tokens_dropped"] == 0 or is_drawn_ahead or row is died
         assert row["rollout/steps_since_sampled/max"] >= row["rollout/staleness/token_max"]
         idle = [row[name] for name in ("perf/engines_idle", "perf/trainers_idle") if name in row]
         assert max(idle) <= 1 and min(idle) >= 0
