@@ -193,7 +193,14 @@ class ImageStore:
         path = str(image.source) if borrowed is None else borrowed[0]
         try:
             if borrowed is not None:
-                return _borrowed_content(image, *borrowed)
+                file, extent, checksum = borrowed
+                with open(file, "rb") as reader:
+                    reader.seek(extent.start)
+                    content = reader.read(extent.size)
+                if zlib.crc32(content) == checksum:
+                    return content
+                reason = "the process that had them needs them no more"
+                raise ValueError(f"the pixels of image {image.key} are gone: {reason}")
             content = Path(path).read_bytes()
         except OSError as error:
             raise ValueError(f"the image {path} cannot be read any more ({error})") from error
@@ -261,15 +268,6 @@ class ImageStore:
             for image, extent, checksum in loan.extents:
                 self._watch(image)
                 self._borrowed[image.key] = (loan.file, extent, checksum)
-
-
-def _borrowed_content(image: ImageRef, path: str, extent: Extent, checksum: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(extent.start)
-        content = file.read(extent.size)
-    if zlib.crc32(content) != checksum:
-        raise ValueError(f"the pixels of image {image.key} are gone: the process that had them needs them no more")
-    return content
 
 
 def _note_death(dead: deque[str], key: str, _: object) -> None:

@@ -149,7 +149,10 @@ def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
         return
     images = images_of(sample, processor)
     if sample.num_tokens:
-        sample.image_spans = _placed(sample, images, any(map(_is_hooks, values)), processor)
+        from fusionrl.data.processor import StoredImage
+
+        of_hooks = [v for v in values if not isinstance(v, StoredImage) or v.is_new or v.is_changed]
+        sample.image_spans = _placed(sample, images, bool(of_hooks), processor)
         images = [image for _, image in sample.image_spans]
         _check_pixels(sample, pixels, images, processor)
     if values:
@@ -159,13 +162,6 @@ def adopt_images(sample: Sample, processor: ProcessorFiles) -> None:
             name: value for name, value in fields["multimodal_inputs"].items() if name != "images"
         }
     fields["multimodal_train_inputs"] = None
-
-
-def _is_hooks(value: object) -> bool:
-    """Return whether a hook has put an image into `multimodal_inputs`, or changed it there."""
-    from fusionrl.data.processor import StoredImage
-
-    return not isinstance(value, StoredImage) or value.is_new or value.is_changed
 
 
 def _placed(sample: Sample, images: Sequence[ImageRef], has_own: bool, processor: ProcessorFiles) -> list[ImageSpan]:

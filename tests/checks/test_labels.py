@@ -11,9 +11,6 @@ from fusionrl import cli
 from fusionrl.checks.rewards import label_check
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
-from fusionrl.data.columns import PromptColumns
-from fusionrl.data.prompts import check_file
-from fusionrl.data.row_checks import RowChecker
 from fusionrl.rewards.registry import RM_TYPES, LabelCheck, grade
 
 Rows = Callable[..., Path]
@@ -148,11 +145,3 @@ def test_data_check_reads_labels_as_the_run_does(write_rows: Rows, capsys: pytes
     assert "does not fit --rm-type last_number in 2 of 3 rows (lines 2, 3" in out
     assert cli.main(["data", "check", str(data), *flags]) == 2
     assert "the columns are prompt, label: --label-key label?" in capsys.readouterr().out
-
-
-def test_a_null_label_has_one_line(write_rows: Rows) -> None:
-    data = write_rows([row(None)])
-    columns = PromptColumns("prompt", "label")
-    for rm_type, counts in (("exact", (1, 0)), ("random", (0, 1))):
-        check = check_file(data, "--prompt-data", RowChecker(columns, ask_reward=LabelCheck(rm_type)))
-        assert (len(check.errors), len(check.warnings)) == counts

@@ -200,11 +200,6 @@ def test_a_sample_whose_spans_do_not_fit(spans: Any, changes: dict[str, Any], pr
         sample.validate()
 
 
-def test_spans_of_prompt_and_tool() -> None:
-    tokens = [1, PAD, PAD, 2, 7, PAD, PAD, 5]
-    Sample(tokens=tokens, response_length=4, loss_mask=[1, 0, 0, 1], image_spans=[(1, REF), (5, REF)]).validate()
-
-
 # ------------------------------------------------------------------------------------------------ the store
 def test_the_store_holds_an_image_once_and_within_its_limit(tmp_path: Path) -> None:
     store = ImageStore(500_000, tmp_path)

@@ -1,7 +1,6 @@
 """`Sample`: a response's fields stay aligned, are lists to a hook and arrays to the rest, and survive a file."""
 
 import argparse
-import base64
 import copy
 import dataclasses
 import json
@@ -239,17 +238,6 @@ def test_another_prompt_forgets_the_ids_of_the_first() -> None:
     assert sample.prompt_tokens is not None
     sample.prompt = "another"
     assert sample.prompt_tokens is None and copy.deepcopy(sample).prompt == "another"
-
-
-def test_experts_that_an_answer_names() -> None:
-    sample = Sample(tokens=[1])
-    experts = np.arange(2 * 2 * 1, dtype=np.int32)
-    meta = {"routed_experts": base64.b64encode(experts.tobytes()).decode(), "finish_reason": {"type": "stop"}}
-    args = argparse.Namespace(routed_experts_size=(2, 1))
-    sample.append_response_tokens(args, tokens=[2, 3], log_probs=[-1.0, -1.0], meta_info=meta)
-    assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (2, 2, 1)
-    with pytest.raises(ValueError, match="need the log-probs"):
-        sample.append_response_tokens(args, tokens=[4])
 
 
 def test_no_sample_changes_by_another_one_s_append() -> None:

@@ -1,5 +1,1 @@
-"""Examines a machine and a command line before a run: `fusionrl doctor`. Each module looks at one thing.
-
-findings   the result of a check: a status, a fact, a cure
-examine    all checks, in order
-"""
+"""Examines a machine and a command line before a run: `fusionrl doctor`; `examine` has all checks in order."""

@@ -110,12 +110,6 @@ def test_clocks_that_differ() -> None:
     assert silent.status == behind.status == "warning" and "90.0 s behind" in behind.fact
 
 
-def test_a_node_that_cannot_import_torch() -> None:
-    found = one(nodes.prepare_findings({OWN: "2.13.0", OTHER: RuntimeError("ImportError: libgomp.so.1")}))
-    assert found.fact == "node 10.0.0.2: torch is not imported (ImportError: libgomp.so.1)"
-    assert nodes.prepare_findings({OWN: "2.13.0"}) == []
-
-
 def test_a_node_s_own_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPUs are looked at where the run uses them."""
     monkeypatch.setattr(nodes, "shared_memory_findings", lambda: [fault("shm", "too small", "more")])
@@ -180,9 +174,3 @@ def test_a_folder_that_nobody_gave_is_not_looked_for(monkeypatch: pytest.MonkeyP
     # Each node has a /proc of its own, in which nobody can make files.
     found, _ = _findings(monkeypatch, ["--run-dir", "/proc"])
     assert found["shared"].status == "warning" and found["shared"].fact.startswith("--run-dir /proc: no file can be")
-
-
-def test_a_clock_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, asked = _findings(monkeypatch, now=TimeoutError("no answer within 120 s"))
-    assert found["clock"].status == "warning" and "10.0.0.2 does not tell its time" in found["clock"].fact
-    assert asked.count("now of 1") == 1
