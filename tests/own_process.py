@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fusionrl.runtime import guard
+
 
 def assert_runs(code: str) -> None:
     """Run `code` in a new interpreter; fail with its error where it fails."""
@@ -35,3 +37,8 @@ def lives(pid: int | str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def carriers(token: str) -> list[int]:
+    """Living processes whose environment, as they were started with it, has the token of a run."""
+    return [pid for pid in guard._pids() if guard._carries(pid, token)]

@@ -14,9 +14,9 @@ from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.nursery_client import ask
 from fusionrl.base.process import ROOM
 from fusionrl.runtime.early_start import start_nursery
-from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
+from fusionrl.runtime.guard import TOKEN_VARIABLE
 from tests import warm_start
-from tests.own_process import wait_until
+from tests.own_process import carriers, wait_until
 from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, warm_branch
 
 MODULE = """

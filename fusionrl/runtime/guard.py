@@ -47,11 +47,6 @@ class Guard:
             pass  # it sweeps on by itself; an error that is on its way up must not be hidden
 
 
-def carriers(token: str) -> list[int]:
-    """Living processes whose environment, as they were started with it, has the token."""
-    return [pid for pid in _pids() if _carries(pid, token)]
-
-
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
 

@@ -19,8 +19,8 @@ from fusionrl.cli import train
 from fusionrl.config.config import Config
 from fusionrl.runtime import early_start as early_start_module
 from fusionrl.runtime.early_start import CLUSTER_TOKEN, EARLY_LINE, EarlyStart, make_order, make_private_folder
-from fusionrl.runtime.guard import TOKEN_VARIABLE, carriers
-from tests.own_process import assert_runs, wait_until
+from fusionrl.runtime.guard import TOKEN_VARIABLE
+from tests.own_process import assert_runs, carriers, wait_until
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-from fusionrl.runtime.guard import Guard, carriers
-from tests.own_process import lives, wait_until
+from fusionrl.runtime.guard import Guard
+from tests.own_process import carriers, lives, wait_until
 
 SLEEPER = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
 
