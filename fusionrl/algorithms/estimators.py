@@ -148,16 +148,11 @@ _RANGE = ("eps_clip", "eps_clip_high")
 
 @dataclass(frozen=True)
 class Loss:
-    """One policy loss.
+    """One policy loss."""
 
-    reads            fields of flags that only some losses read
-    clips_sequences  its ratio is one of whole sequences, so it is sequences that it clips
-    selects          it chooses tokens by statistics of the whole mini-batch (`covariance.select`)
-    """
-
-    reads: tuple[str, ...] = ()
-    clips_sequences: bool = False
-    selects: bool = False
+    reads: tuple[str, ...] = ()  # fields of flags that only some losses read
+    clips_sequences: bool = False  # its ratio is one of whole sequences, so it is sequences that it clips
+    selects: bool = False  # it chooses tokens by statistics of the whole mini-batch (`covariance.select`)
 
 
 LOSSES: dict[str, Loss] = {

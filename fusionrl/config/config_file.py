@@ -35,19 +35,13 @@ _MAX_NODES = 20_000  # values of a file: nested aliases soon expand to millions
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of a file.
-
-    place    file and line, as `run.yaml:3`
-    text     the value as written: a text, a list of them, or None for null and for nothing at all
-    typed    the value with JSON's types
-    entries  the keys of a value that is a mapping
-    """
+    """One key of a file."""
 
     key: str
-    place: str
-    text: Text
-    typed: Json
-    entries: tuple[Setting, ...] = ()
+    place: str  # file and line, as `run.yaml:3`
+    text: Text  # the value as written: a text, a list of them, or None for null and for nothing at all
+    typed: Json  # the value with JSON's types
+    entries: tuple[Setting, ...] = ()  # the keys of a value that is a mapping
 
 
 class UnreadableFile(ValueError):

@@ -215,19 +215,13 @@ PROFILES = "profiles"  # in the run's folder
 
 @dataclass(frozen=True)
 class ProfileOrder:
-    """The order for profiles.
+    """The order for profiles."""
 
-    steps          (first, last) of each stretch of steps, as in metrics.jsonl
-    trainers       ranks; None: all
-    engines        indices; None: all
-    is_continuous  one trace for a stretch of steps, in place of one a step
-    """
-
-    steps: tuple[tuple[int, int], ...]
-    trainers: frozenset[int] | None
-    engines: frozenset[int] | None
+    steps: tuple[tuple[int, int], ...]  # (first, last) of each stretch of steps, as in metrics.jsonl
+    trainers: frozenset[int] | None  # ranks; None: all
+    engines: frozenset[int] | None  # indices; None: all
     tool: str
-    is_continuous: bool
+    is_continuous: bool  # one trace for a stretch of steps, in place of one a step
 
     @classmethod
     def of(cls, config: Config) -> ProfileOrder | None:

@@ -17,14 +17,11 @@ from fusionrl.models.vision import VisionShape
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Floating-point operations of training one sequence of `n` tokens: `linear * n + quadratic * n ** 2`.
-
-    windows  (size, quadratic) of layers whose tokens see so many
-    """
+    """Floating-point operations of training one sequence of `n` tokens: `linear * n + quadratic * n ** 2`."""
 
     linear: float
     quadratic: float
-    windows: tuple[tuple[int, float], ...] = ()
+    windows: tuple[tuple[int, float], ...] = ()  # (size, quadratic) of layers whose tokens see so many
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> SequenceCost:

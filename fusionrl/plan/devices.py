@@ -24,18 +24,12 @@ _INLINE_ECC = 15 / 16
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One kind of GPU.
+    """One kind of GPU."""
 
-    memory     bytes
-    bandwidth  bytes a second of its memory
-    peak       bf16 FLOP a second, dense
-    source     where the figures are from
-    """
-
-    memory: float
-    bandwidth: float
-    peak: float
-    source: str
+    memory: float  # bytes
+    bandwidth: float  # bytes a second of its memory
+    peak: float  # bf16 FLOP a second, dense
+    source: str  # where the figures are from
 
 
 # The vendors write a card's memory in GB and mean about as many GiB (an "80 GB" H100 reports 79.6 GiB).

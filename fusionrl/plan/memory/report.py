@@ -47,26 +47,16 @@ NEAR = 0.95  # of a memory: an estimate this close may be wrong either way
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The estimate of a plan.
+    """The estimate of a plan."""
 
-    device_bars  of one device of the worst stage, a bar a phase; empty on a CPU
-    host_bars    of one node
-    engine       of one device of an engine; None: no engines, or a device whose memory is not known
-    machine      what they are compared with; None: nothing
-    longest      tokens of the longest sample
-    push         bytes that a weight push takes on a rank
-    scorers      of the engines that only read
-    change       the least change found by which it fits; None: it fits, or none was found or looked for
-    """
-
-    device_bars: tuple[Bar, ...]
-    host_bars: tuple[Bar, ...]
-    engine: EngineMemory | None
-    machine: Machine | None
-    longest: int
-    push: float
-    scorers: Scorers = ()
-    change: str | None = None
+    device_bars: tuple[Bar, ...]  # of one device of the worst stage, a bar a phase; empty on a CPU
+    host_bars: tuple[Bar, ...]  # of one node
+    engine: EngineMemory | None  # of one device of an engine; None: no engines, or a device whose memory is not known
+    machine: Machine | None  # what they are compared with; None: nothing
+    longest: int  # tokens of the longest sample
+    push: float  # bytes that a weight push takes on a rank
+    scorers: Scorers = ()  # of the engines that only read
+    change: str | None = None  # the least change found by which it fits; None: it fits, or none was found or looked for
 
     @property
     def worst(self) -> Bar | None:

@@ -79,22 +79,14 @@ def _width(dtype: object) -> int:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters of one rank of a pipeline stage, by the groups in which Megatron buffers them.
+    """Parameters of one rank of a pipeline stage, by the groups in which Megatron buffers them."""
 
-    dense   numbers of values of its dense parameters
-    exact   those that are in fp32 also where the model is in bf16
-    shared  those of an embedding that the first and the last stage share: in a bucket of their own
-    expert  those of its experts, which are replicated over the expert data-parallel ranks alone
-    frozen  those that are not trained: in no buffer
-    frozen_exact  those of `exact` that are not trained
-    """
-
-    dense: tuple[int, ...]
-    exact: tuple[int, ...]
-    shared: tuple[int, ...]
-    expert: tuple[int, ...]
-    frozen: tuple[int, ...] = ()
-    frozen_exact: tuple[int, ...] = ()
+    dense: tuple[int, ...]  # numbers of values of its dense parameters
+    exact: tuple[int, ...]  # those that are in fp32 also where the model is in bf16
+    shared: tuple[int, ...]  # those of an embedding that the first and the last stage share: in a bucket of their own
+    expert: tuple[int, ...]  # those of its experts, which are replicated over the expert data-parallel ranks alone
+    frozen: tuple[int, ...] = ()  # those that are not trained: in no buffer
+    frozen_exact: tuple[int, ...] = ()  # those of `exact` that are not trained
 
     @property
     def count(self) -> int:

@@ -19,49 +19,31 @@ from fusionrl.plan.memory.states import Bytes, StageParameters, StateOptions, st
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The work of a rank at one time.
+    """The work of a rank at one time."""
 
-    tokens             of a micro-batch on one rank: --max-tokens-per-gpu
-    num_micro_batches  of an optimizer step, at most
-    chunk_size         --log-probs-chunk-size
-    entropy_grad       the entropy is a part of the loss
-    whole_logits       a custom loss: all logits are in memory
-    max_patches        --max-patches-per-gpu
-    recomputes_vision  each block of a vision tower is computed again in backward
-    """
-
-    tokens: int
-    num_micro_batches: int
-    chunk_size: int | None = None
-    entropy_grad: bool = False
-    whole_logits: bool = False
-    max_patches: int | None = None
-    recomputes_vision: bool = True
+    tokens: int  # of a micro-batch on one rank: --max-tokens-per-gpu
+    num_micro_batches: int  # of an optimizer step, at most
+    chunk_size: int | None = None  # --log-probs-chunk-size
+    entropy_grad: bool = False  # the entropy is a part of the loss
+    whole_logits: bool = False  # a custom loss: all logits are in memory
+    max_patches: int | None = None  # --max-patches-per-gpu
+    recomputes_vision: bool = True  # each block of a vision tower is computed again in backward
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage.
-
-    states       weights, gradients, optimizer
-    activations  what forward passes keep at the worst moment: `in_flight` micro-batches
-    head         of these, what the loss keeps (last stage)
-    images       of these, what the vision tower keeps: patches, inputs of its blocks, features (first stage)
-    transient    more that backward needs for a moment, and `transient_of` which part does: "head", "layer"
-    placeholders  bytes of `transient` that replace weights' gradients, see `_weight_gradients`
-    scoring      what a forward pass without gradients needs for a moment
-    """
+    """Bytes of one rank of a pipeline stage."""
 
     stage: int
-    states: Bytes
-    activations: float
+    states: Bytes  # weights, gradients, optimizer
+    activations: float  # what forward passes keep at the worst moment: `in_flight` micro-batches
     in_flight: float
-    head: float
-    images: float
-    transient: float
+    head: float  # of these, what the loss keeps (last stage)
+    images: float  # of these, what the vision tower keeps: patches, inputs of its blocks, features (first stage)
+    transient: float  # more that backward needs for a moment, and `transient_of` which part does: "head", "layer"
     transient_of: str
-    placeholders: float
-    scoring: float
+    placeholders: float  # bytes of `transient` that replace weights' gradients, see `_weight_gradients`
+    scoring: float  # what a forward pass without gradients needs for a moment
 
     @property
     def training(self) -> float:
