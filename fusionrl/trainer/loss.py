@@ -106,7 +106,7 @@ class LossOptions:
     def token_loss(self) -> PolicyLoss:
         """The policy loss of tokens."""
         if self.custom_policy_loss_path is not None:
-            from fusionrl.trainer.loss_hooks import policy_loss_of
+            from fusionrl.trainer.train_hooks import policy_loss_of
 
             return guarded(policy_loss_of(self.custom_policy_loss_path))
         # With a pair's slope as the advantage (`advantages.pair_advantages`), DPO's gradient is a policy gradient.

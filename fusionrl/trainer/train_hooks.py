@@ -11,7 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
+from fusionrl.algorithms.policy_losses import PolicyLoss
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
@@ -154,3 +156,26 @@ class TrainHooks:
         path = getattr(self.config.train, field)
         if path is not None:
             call_hook(field, path, self.args(), *args)
+
+
+def policy_loss_of(path: str) -> PolicyLoss:
+    """Return --custom-policy-loss-path, which raises HookError where it returns something else than expected."""
+    field = "custom_policy_loss_path"
+
+    def loss(log_probs: Tensor, *args: object) -> tuple[Tensor, dict[str, Tensor]]:
+        returned = call_hook(field, path, log_probs, *args)
+        where, size = f"{flag_of(field)} {path}", tuple(log_probs.shape)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+            raise HookError(
+                f"{where}: it returned {type(returned).__name__}; expected (losses of tokens, dict of metrics)"
+            )
+        losses, metrics = returned
+        if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
+            raise HookError(f"{where}: its losses must be a tensor of the shape {size}, a number for each token")
+        tensors = {name: torch.as_tensor(value, device=losses.device) for name, value in metrics.items()}
+        for name, value in tensors.items():
+            if value.dim() and value.shape != log_probs.shape:
+                raise HookError(f"{where}: its metric {name!r} must be a number, or one for each token {size}")
+        return losses, {name: value.expand(size) for name, value in tensors.items()}
+
+    return loss
