@@ -21,7 +21,7 @@ PID_FILE = "nursery.pid"
 FOLDER_VARIABLE = "FUSIONRL_NURSERY"
 """The folder with the sockets of the run's nursery."""
 WORKER_SOCKET = "worker"
-"""The socket of the branch of Ray's workers, in that folder."""
+"""The socket in that folder where a worker for Ray is requested."""
 
 
 def ask(

@@ -152,7 +152,7 @@ class ExternalEngines:
         try:
             wanted_urls, errors = read_wanted(self._run_dir)
         except OSError as error:  # the list counts as unchanged
-            self._warn_once(error)
+            _warn_once(self._reported_faults, error)
             return
         for text in set(errors) - self._reported_errors:
             logger.warning("%s", text)
@@ -306,11 +306,6 @@ class ExternalEngines:
         ray.kill(engine.actor)
         self._past[engine.url] = EngineState(url=engine.url, state=state, note=note[:500])
 
-    def _warn_once(self, error: OSError) -> None:
-        if str(error) not in self._reported_faults:
-            self._reported_faults.add(str(error))
-            logger.warning("engines of others: %s", error)
-
     def _write(self) -> None:
         present = {e.url: EngineState(url=e.url, state=e.state, note="") for e in self._engines}
         states = [*(self._past | present).values()]
@@ -318,7 +313,7 @@ class ExternalEngines:
             try:
                 write_states(self._run_dir, states)
             except OSError as error:  # a full disk does not end the run; the next look tries again
-                self._warn_once(error)
+                _warn_once(self._reported_faults, error)
                 return
             self._written = states
 
@@ -342,6 +337,12 @@ def _take_out(router: Router | None, engine: ExternalEngine) -> bool:
         logger.warning("engine %d at %s: %s", engine.index, engine.url, error)
         return False
     return True
+
+
+def _warn_once(reported: set[str], error: OSError) -> None:
+    if str(error) not in reported:
+        reported.add(str(error))
+        logger.warning("engines of others: %s", error)
 
 
 class ExternalEngineWorker(AttachedEngine):

@@ -1,6 +1,6 @@
 """Ray: start a local cluster or join one, place devices (bundles) on it, and put an object on each of its nodes.
 
-A local cluster has only those of Ray's processes that a run uses, in groups of their own (`only_what_is_used`).
+`only_what_is_used` leaves out the processes of a local cluster that no run needs.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What a raylet starts in place of Ray's agents and workers: `python -I -S ray_programs.py agent|worker COMMAND...`.
+"""Programs that a raylet starts in place of agents and workers: `python -I -S ray_programs.py agent|worker COMMAND...`.
 
 agent   sleeps until the raylet ends. With the command of the runtime environment agent it listens on the agent's port,
         writes the port where the raylet looks for it, and becomes the agent on the first connection. That connection is

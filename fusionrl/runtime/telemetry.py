@@ -1,7 +1,8 @@
-"""What a run measures of its processes: hardware and speed of a step, profiles, and clocks of other machines.
+"""What a run measures in its processes: hardware and speed of a step, profiles, and clocks of other machines.
 
-Trainers, engines and the Buffer are asked for hardware numbers when the training of a step ends; the answers are read
-at its end. A process that is dead, or does not answer in time, is left out: a run neither waits nor fails for these.
+The driver asks trainers, engines and the Buffer for hardware numbers when the training of a step ends, and reads the
+answers at the end of the step. It leaves out a process that is dead or does not answer in time: a run neither waits nor
+fails for these.
 """
 
 import contextlib

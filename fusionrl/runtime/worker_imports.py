@@ -1,4 +1,4 @@
-"""Imports of Ray's workers, made by the nursery before the cluster exists: a tokenizer's, and those of Ray's modules.
+"""Imports that the nursery makes for workers before the cluster exists: packages that Ray needs, and a tokenizer.
 
 Ray itself is imported for the first worker (`worker_fork.py`).
 """
