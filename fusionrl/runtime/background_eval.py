@@ -25,12 +25,6 @@ _MOST_TRIES = 3
 _WAS_DUE = "perf/time_wait_eval_s"  # in the row of a step that engines of an evaluation got the weights of
 
 
-METRICS = """
-eval/failed | evaluations | 1 where the engines of the evaluation died (--eval-num-gpus), and it has no other result.
-    | --use-fault-tolerance
-"""
-
-
 class BackgroundEval:
     """One evaluation at a time; its metrics are recorded under the step at which it started."""
 
