@@ -137,18 +137,13 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 @dataclass
 class DrawnGroup:
-    """A group that the function has.
-
-    samples    as the function got them; it alone holds them
-    is_kept    it stays with the function when a call returns
-    num_calls  calls of the function that have returned without it while the trainers waited for it
-    """
+    """A group that the function has."""
 
     ordinal: int
     group_index: int | None
-    samples: list[weakref.ref[Sample]]
-    is_kept: IsKept
-    num_calls: int = 0
+    samples: list[weakref.ref[Sample]]  # as the function got them; it alone holds them
+    is_kept: IsKept  # it stays with the function when a call returns
+    num_calls: int = 0  # calls of the function that have returned without it while the trainers waited for it
 
     def holds_any(self, samples: list[Sample]) -> bool:
         return any(mine() is sample for mine in self.samples for sample in samples)

@@ -36,16 +36,11 @@ class SavedStream(TypedDict):
 
 @dataclass
 class StreamGroup:
-    """A group that has not ended.
+    """A group that has not ended."""
 
-    blank     as it came from the data
-    finished  as it is when it is ready
-    parked    as a function handed it back, with a part of its answers
-    """
-
-    blank: list[Sample]
-    finished: list[Sample] = field(default_factory=list)
-    parked: list[Sample] = field(default_factory=list)
+    blank: list[Sample]  # as it came from the data
+    finished: list[Sample] = field(default_factory=list)  # as it is when it is ready
+    parked: list[Sample] = field(default_factory=list)  # as a function handed it back, with a part of its answers
 
 
 def packed(state: Mapping[str, Any], held: Mapping[int, StreamGroup], knobs: Knobs) -> SavedStream:

@@ -366,14 +366,10 @@ rollout/steps_since_sampled/max | steps | The same of the oldest token. | known 
 
 @dataclass
 class StepStaleness:
-    """Counts over the shards of a rollout, of which each is added once.
+    """Counts over the shards of a rollout, of which each is added once."""
 
-    newest         version of the weights that train it: rollouts that have trained them
-    num_untrained  first rollouts of the run that do not train the policy (--num-critic-only-steps)
-    """
-
-    newest: int
-    num_untrained: int = 0
+    newest: int  # version of the weights that train it: rollouts that have trained them
+    num_untrained: int = 0  # first rollouts of the run that do not train the policy (--num-critic-only-steps)
     num_tokens: int = 0
     total: float = 0.0
     most: int = 0

@@ -44,20 +44,13 @@ from fusionrl.plan.pipeline_knobs import stream_errors
 
 @dataclass(frozen=True)
 class Checked:
-    """The results of the checks that a plan builds on.
+    """The results of the checks that a plan builds on."""
 
-    shape          the model's; None: it could not be read
-    num_prompts    of all sets; 0: not known
-    quantization   of the model's weights
-    data_warnings  odd things about data that can be trained on all the same
-    sandbox        the one that this machine gives; None: the run has no use for it
-    """
-
-    shape: ModelShape | None
-    num_prompts: int
-    quantization: BlockFp8 | None = None
-    data_warnings: tuple[str, ...] = ()
-    sandbox: str | None = None
+    shape: ModelShape | None  # the model's; None: it could not be read
+    num_prompts: int  # of all sets; 0: not known
+    quantization: BlockFp8 | None = None  # of the model's weights
+    data_warnings: tuple[str, ...] = ()  # odd things about data that can be trained on all the same
+    sandbox: str | None = None  # the one that this machine gives; None: the run has no use for it
 
 
 def validate(config: Config) -> tuple[Checked, list[str]]:

@@ -21,16 +21,11 @@ IMAGE = "image"  # a kind of medium, and the type of such a part of a message
 
 @dataclass(frozen=True)
 class AdapterColumn:
-    """The column that names the adapter of a row.
+    """The column that names the adapter of a row."""
 
-    key     of the row, or of its metadata
-    names   of the run's adapters
-    of_set  the adapter of rows that name none; None: each must name one
-    """
-
-    key: str
-    names: tuple[str, ...]
-    of_set: str | None = None
+    key: str  # of the row, or of its metadata
+    names: tuple[str, ...]  # of the run's adapters
+    of_set: str | None = None  # the adapter of rows that name none; None: each must name one
 
     @classmethod
     def of(cls, args: Namespace) -> AdapterColumn | None:
@@ -95,15 +90,11 @@ class ImageColumn:
 
 @dataclass
 class SeenRow:
-    """A row's prompt with images as parts {"type": "image"}, and the value of each image, in order.
+    """A row's prompt with images as parts {"type": "image"}, and the value of each image, in order."""
 
-    prompt  as it came where the row has no images
-    images  what was made of the values, where they were read
-    """
-
-    prompt: object
+    prompt: object  # as it came where the row has no images
     values: list[object]
-    images: list[ImageRef] = field(default_factory=list)
+    images: list[ImageRef] = field(default_factory=list)  # what was made of the values, where they were read
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,12 @@ MAX_CAUSES = 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about one row.
+    """One thing about one row."""
 
-    cause       the same text for every row that has it
-    detail      more about this row
-    hint        what to do about it
-    is_warning  the row can be trained on as it is
-    """
-
-    cause: str
-    detail: str = ""
-    hint: str = ""
-    is_warning: bool = False
+    cause: str  # the same text for every row that has it
+    detail: str = ""  # more about this row
+    hint: str = ""  # what to do about it
+    is_warning: bool = False  # the row can be trained on as it is
 
     def __str__(self) -> str:
         return self.cause + (f" ({self.detail})" if self.detail else "") + (f"; {self.hint}" if self.hint else "")
@@ -35,18 +29,12 @@ class FindingError(ValueError):
 
 
 class LabelProblem(NamedTuple):
-    """The reason why a reward cannot grade with a row.
+    """The reason why a reward cannot grade with a row."""
 
-    reward          which one, as people name it
-    reason          why it cannot, in the reward's own words
-    is_about_label  False: it is about the metadata
-    is_warning      the row may be trained on all the same
-    """
-
-    reward: str
-    reason: str
-    is_about_label: bool = True
-    is_warning: bool = False
+    reward: str  # which one, as people name it
+    reason: str  # why it cannot, in the reward's own words
+    is_about_label: bool = True  # False: it is about the metadata
+    is_warning: bool = False  # the row may be trained on all the same
 
 
 @dataclass

@@ -40,15 +40,12 @@ _ADVICE = "write it into the content as the model would, take the field out, or 
 
 
 class Rendered(NamedTuple):
-    """Text of a conversation, and the spelling of messages and tools of which the template made it.
-
-    left_out  a warning that names a field in `may_lose` that is not in the text
-    """
+    """Text of a conversation, and the spelling of messages and tools of which the template made it."""
 
     text: str
     messages: list[Message]
     tools: object
-    left_out: Finding | None = None
+    left_out: Finding | None = None  # a warning that names a field in `may_lose` that is not in the text
 
 
 def render_messages(

@@ -125,15 +125,11 @@ def with_images(sample: Sample, images: Sequence[ImageRef], placeholder: int) ->
 
 @dataclass
 class SupervisedSamples:
-    """Makes samples with their loss masks.
-
-    loss_mask_type   one of LOSS_MASK_TYPES, for conversations
-    template_kwargs  keyword arguments of the chat template
-    """
+    """Makes samples with their loss masks."""
 
     tokenizer: PreTrainedTokenizerBase
-    loss_mask_type: str = "auto"
-    template_kwargs: Mapping[str, object] | None = None
+    loss_mask_type: str = "auto"  # one of LOSS_MASK_TYPES, for conversations
+    template_kwargs: Mapping[str, object] | None = None  # keyword arguments of the chat template
 
     def make(self, prompt: object, label: object, tools: object = None) -> Sample:
         """Return the sample of a row: a list of messages, or text with its response.

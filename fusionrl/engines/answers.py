@@ -38,20 +38,13 @@ class AnswerError(RuntimeError):
 
 @dataclass(slots=True)  # not frozen: one is made for each request, which takes three times as long then
 class AnswerBounds:
-    """The bounds that one request sets on its answer. None: unknown, not checked.
+    """The bounds that one request sets on its answer. None: unknown, not checked."""
 
-    num_answers      answers of the request: one for each prompt
-    max_new_tokens   of each answer, at most
-    log_probs        whether each token needs the log-prob with which it was sampled
-    vocab_size       tokens are in [0, vocab_size)
-    max_bytes        of the body, at most
-    """
-
-    num_answers: int | None = None
-    max_new_tokens: int | None = None
-    log_probs: bool = False
-    vocab_size: int | None = None
-    max_bytes: int | None = None
+    num_answers: int | None = None  # answers of the request: one for each prompt
+    max_new_tokens: int | None = None  # of each answer, at most
+    log_probs: bool = False  # whether each token needs the log-prob with which it was sampled
+    vocab_size: int | None = None  # tokens are in [0, vocab_size)
+    max_bytes: int | None = None  # of the body, at most
 
     @classmethod
     def by(cls, payload: Mapping[str, object], vocab_size: int | None = None) -> AnswerBounds:

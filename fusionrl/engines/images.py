@@ -18,16 +18,11 @@ FOLDER = "engine-images"
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Ids of a model that its processor takes for media.
+    """Ids of a model that its processor takes for media."""
 
-    image  the placeholder of an image
-    known  placeholders of all media: of images, videos and sound
-    start  the token before a placeholder; None: any
-    """
-
-    image: int
-    known: tuple[int, ...]
-    start: int | None
+    image: int  # the placeholder of an image
+    known: tuple[int, ...]  # placeholders of all media: of images, videos and sound
+    start: int | None  # the token before a placeholder; None: any
 
     def bar(self, sampled: Sequence[int] | np.ndarray) -> bool:
         """Return whether no engine may get these sampled tokens back, with the images of a prompt.

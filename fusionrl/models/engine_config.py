@@ -106,19 +106,14 @@ REWARD_MODELS = (
 
 @dataclass(frozen=True)
 class ScorerModel:
-    """Facts about a model that only reads.
-
-    num_labels     numbers that a classifier gives for a text
-    max_positions  tokens that it reads, at most; None: a RoPE scaling decides
-    pad_token_id   token that transformers looks past for the last one of a text
-    """
+    """Facts about a model that only reads."""
 
     architecture: str
-    num_labels: int
+    num_labels: int  # numbers that a classifier gives for a text
     vocab_size: int
     num_attention_heads: int
-    max_positions: int | None
-    pad_token_id: int | None
+    max_positions: int | None  # tokens that it reads, at most; None: a RoPE scaling decides
+    pad_token_id: int | None  # token that transformers looks past for the last one of a text
 
 
 @functools.cache

@@ -12,16 +12,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Admitted:
-    """The engines start a group's samples.
-
-    oldest    version of its oldest token, if it has tokens already
-    is_spare  admitted beyond the bound
-    """
+    """The engines start a group's samples."""
 
     ordinal: int
     num_samples: int
-    oldest: int | None = None
-    is_spare: bool = False
+    oldest: int | None = None  # version of its oldest token, if it has tokens already
+    is_spare: bool = False  # admitted beyond the bound
 
 
 @dataclass(frozen=True)
@@ -51,13 +47,10 @@ class GroupFailed:
 
 @dataclass(frozen=True)
 class Parked:
-    """A group was handed back unfinished, with its tokens so far; it continues when it is admitted again.
-
-    oldest  version of its oldest token; None: it has no tokens
-    """
+    """A group was handed back unfinished, with its tokens so far; it continues when it is admitted again."""
 
     ordinal: int
-    oldest: int | None = None
+    oldest: int | None = None  # version of its oldest token; None: it has no tokens
 
 
 @dataclass(frozen=True)
@@ -187,36 +180,21 @@ class EndedGroups:
 
 @dataclass
 class State:
-    """The whole state. It has one owner, which changes it only through `apply`.
+    """The whole state. It has one owner, which changes it only through `apply`."""
 
-    groups         ordinal → group, of those that have not ended
-    ended          trained and dropped groups
-    num_dropped    of `ended`, the dropped ones
-    num_spare      groups that were admitted beyond the bound and not dropped
-    next_ordinal   of the next group from the data stream
-    version        of the engines' weights: pushes so far
-    num_fetched    fetches that the trainers have started
-    num_trained    fetches that are trained
-    lease          ordinals of the fetch that is being trained, () between fetches
-    pushing        a push is in progress
-    stream_ended   the data stream has no further group
-    failures       groups dropped as failed since one became ready
-    failure        why the run must end, "" while it continues
-    """
-
-    groups: dict[int, Group] = field(default_factory=dict)
-    ended: EndedGroups = field(default_factory=EndedGroups)
-    num_dropped: int = 0
-    num_spare: int = 0
-    next_ordinal: int = 0
-    version: int = 0
-    num_fetched: int = 0
-    num_trained: int = 0
-    lease: tuple[int, ...] = ()
-    pushing: bool = False
-    stream_ended: bool = False
-    failures: int = 0
-    failure: str = ""
+    groups: dict[int, Group] = field(default_factory=dict)  # ordinal → group, of those that have not ended
+    ended: EndedGroups = field(default_factory=EndedGroups)  # trained and dropped groups
+    num_dropped: int = 0  # of `ended`, the dropped ones
+    num_spare: int = 0  # groups that were admitted beyond the bound and not dropped
+    next_ordinal: int = 0  # of the next group from the data stream
+    version: int = 0  # of the engines' weights: pushes so far
+    num_fetched: int = 0  # fetches that the trainers have started
+    num_trained: int = 0  # fetches that are trained
+    lease: tuple[int, ...] = ()  # ordinals of the fetch that is being trained, () between fetches
+    pushing: bool = False  # a push is in progress
+    stream_ended: bool = False  # the data stream has no further group
+    failures: int = 0  # groups dropped as failed since one became ready
+    failure: str = ""  # why the run must end, "" while it continues
 
     def of(self, *phases: Phase) -> list[Group]:
         """Return the groups of these phases, in no order."""

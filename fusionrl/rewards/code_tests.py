@@ -99,15 +99,12 @@ class JudgedTest:
 
 @dataclass(frozen=True)
 class NumbersTest:
-    """An assert over numbers that the expressions have: `test` with the n-th of them as __ask__(n).
-
-    judged  the same test, for answers that are not numbers
-    """
+    """An assert over numbers that the expressions have: `test` with the n-th of them as __ask__(n)."""
 
     setup: str
     expressions: tuple[str, ...]
     test: ast.expr
-    judged: JudgedTest
+    judged: JudgedTest  # the same test, for answers that are not numbers
 
 
 Test = InputTest | CallTest | ExpressionTest | NumbersTest | JudgedTest

@@ -285,24 +285,16 @@ def _decoded(args: Namespace, tokens: Sequence[int] | np.ndarray, params: Sampli
 # ------------------------------------------------------------------------------------------------ a sample
 @dataclass(frozen=True)
 class SampleContext:
-    """Settings by which the samples and groups of a rollout, or of an evaluation set, are generated and scored.
+    """Settings by which the samples and groups of a rollout, or of an evaluation set, are generated and scored."""
 
-    args                 as users' functions get them
-    filter_path          --dynamic-sampling-filter-path
-    semaphore            bounds the samples under way
-    policy_urls          of the engines and their router
-    needs_greedy_answer  the estimator compares with the greedy answer to the prompt
-    on_generated         called when a sample needs no engine any more
-    """
-
-    args: Namespace
-    filter_path: str | None
-    semaphore: LoopSemaphore
+    args: Namespace  # as users' functions get them
+    filter_path: str | None  # --dynamic-sampling-filter-path
+    semaphore: LoopSemaphore  # bounds the samples under way
     rewards: RewardSettings
     limits: Limits
-    policy_urls: tuple[str, ...]
-    needs_greedy_answer: bool
-    on_generated: Callable[[], None] | None = None
+    policy_urls: tuple[str, ...]  # of the engines and their router
+    needs_greedy_answer: bool  # the estimator compares with the greedy answer to the prompt
+    on_generated: Callable[[], None] | None = None  # called when a sample needs no engine any more
 
     @classmethod
     def of_args(cls, args: Namespace) -> SampleContext:

@@ -102,16 +102,11 @@ class RolloutAborted(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of numbers in samples. None: not known, and not checked.
+    """Limits of numbers in samples. None: not known, and not checked."""
 
-    vocab_size   ids of tokens are below it
-    num_experts  of a layer; numbers of experts are below it
-    adapters     of a run with several, of which each sample names one
-    """
-
-    vocab_size: int | None = None
-    num_experts: int | None = None
-    adapters: tuple[str, ...] = ()
+    vocab_size: int | None = None  # ids of tokens are below it
+    num_experts: int | None = None  # of a layer; numbers of experts are below it
+    adapters: tuple[str, ...] = ()  # of a run with several, of which each sample names one
 
     @classmethod
     def of_args(cls, args: Namespace) -> Limits:

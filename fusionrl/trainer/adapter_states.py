@@ -40,20 +40,14 @@ class Progress:
 
 @dataclass
 class _State:
-    """The state of an adapter; of the one in the model, as it was when it came there.
-
-    weights    its parameters, and the rest of its tensors in `optimizer`
-    steps      of the optimizer's groups
-    scheduled  position in the schedule
-    rng        RNG states of this rank
-    """
+    """The state of an adapter; of the one in the model, as it was when it came there."""
 
     progress: Progress
-    weights: WeightSet
+    weights: WeightSet  # its parameters, and the rest of its tensors in `optimizer`
     optimizer: WeightSet
-    steps: list[object]
-    scheduled: int
-    rng: dict[str, Any]
+    steps: list[object]  # of the optimizer's groups
+    scheduled: int  # position in the schedule
+    rng: dict[str, Any]  # RNG states of this rank
 
 
 class AdapterStates:

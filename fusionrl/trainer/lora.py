@@ -268,11 +268,9 @@ class GradientWatch:
     """Looks for adapters without a gradient in the first optimizer steps that have any.
 
     In more than one step, as a step may give a layer none by its data: one key gives queries and keys no gradient.
-
-    silent  names of those without one so far; None before the first step
     """
 
-    silent: set[str] | None = None
+    silent: set[str] | None = None  # names of those without one so far; None before the first step
     num_steps: int = 3
 
     def look(self, modules: Iterable[torch.nn.Module]) -> None:

@@ -32,34 +32,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The options of a loss.
-
-    policy_loss      a name of LOSSES
-    constants        of the policy losses
-    correction       None: the engine's log-probs are not corrected for
-    is_default       the user did not request the correction: without the engine's log-probs it is left out
-    kl_coef          None: no KL term
-    opsm_delta       None: no off-policy sequence masking
-    needs_log_probs  the trainers' log-probs of before the first step, even where there is only one
-    mtp_factor       of the loss of layers of multi-token prediction
-    """
+    """The options of a loss."""
 
     mode: str  # rl, sft, value: a critic's, or outcome: a process reward model's
-    policy_loss: str = "ppo"
-    constants: PolicyLossOptions = field(default_factory=PolicyLossOptions)
-    correction: CorrectionOptions | None = None
-    is_default: bool = False
-    kl_coef: float | None = None
+    policy_loss: str = "ppo"  # a name of LOSSES
+    constants: PolicyLossOptions = field(default_factory=PolicyLossOptions)  # of the policy losses
+    correction: CorrectionOptions | None = None  # None: the engine's log-probs are not corrected for
+    is_default: bool = False  # the user did not request the correction: without the engine's log-probs it is left out
+    kl_coef: float | None = None  # None: no KL term
     kl_type: str = "k3"
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
-    opsm_delta: float | None = None
+    opsm_delta: float | None = None  # None: no off-policy sequence masking
     use_rollout_log_probs: bool = False
-    needs_log_probs: bool = False
+    needs_log_probs: bool = False  # the trainers' log-probs of before the first step, even where there is only one
     custom_policy_loss_path: str | None = None
     value_clip: float | None = None
     prm_beta: float = 0.0
-    mtp_factor: float = 0.0
+    mtp_factor: float = 0.0  # of the loss of layers of multi-token prediction
 
     @classmethod
     def from_config(cls, config: Config, role: Role | None = None) -> LossOptions:

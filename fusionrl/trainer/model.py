@@ -40,24 +40,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trained:
-    """The model of one rank with everything that trains it.
+    """The model of one rank with everything that trains it."""
 
-    chunks        pipeline chunks, wrapped for data parallelism
-    transformer   Megatron's TransformerConfig
-    optimizer     Megatron's ChainedOptimizer over distributed optimizers
-    scheduler     learning rate and weight decay
-    routing       what routers must choose, or None where they are free
-    is_amid       some optimizer steps of a rollout have been taken, but not all
-    watch         looks at adapters' gradients; None without adapters
-    """
-
-    chunks: list[DistributedDataParallel]
-    transformer: TransformerConfig
-    optimizer: ChainedOptimizer
-    scheduler: OptimizerParamScheduler
-    routing: RoutingReplay | None = None
-    is_amid: bool = False
-    watch: GradientWatch | None = None
+    chunks: list[DistributedDataParallel]  # pipeline chunks, wrapped for data parallelism
+    transformer: TransformerConfig  # Megatron's TransformerConfig
+    optimizer: ChainedOptimizer  # Megatron's ChainedOptimizer over distributed optimizers
+    scheduler: OptimizerParamScheduler  # learning rate and weight decay
+    routing: RoutingReplay | None = None  # what routers must choose, or None where they are free
+    is_amid: bool = False  # some optimizer steps of a rollout have been taken, but not all
+    watch: GradientWatch | None = None  # looks at adapters' gradients; None without adapters
 
 
 def build_model(

@@ -38,20 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ahead:
-    """What layer k computes of a micro-batch; M chosen tokens are on this rank.
+    """What layer k computes of a micro-batch; M chosen tokens are on this rank."""
 
-    tokens     [1, T] int64: of each token the one k places after it; 0 beyond the end of its sequence
-    positions  [M] in this rank's packed row, of the tokens k + 1 places before a chosen one
-    targets    [M] the chosen tokens' ids
-    weight     of each token's -log p in the loss: 1 / trained tokens of the optimizer step
-    log_probs  [M] of the chosen tokens, once the last stage has computed them
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    targets: Tensor
-    weight: float
-    log_probs: Tensor | None = None
+    tokens: Tensor  # [1, T] int64: of each token the one k places after it; 0 beyond the end of its sequence
+    positions: Tensor  # [M] in this rank's packed row, of the tokens k + 1 places before a chosen one
+    targets: Tensor  # [M] the chosen tokens' ids
+    weight: float  # of each token's -log p in the loss: 1 / trained tokens of the optimizer step
+    log_probs: Tensor | None = None  # [M] of the chosen tokens, once the last stage has computed them
 
 
 def look_ahead(

@@ -24,20 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Selection:
-    """The hidden states that go through the output layer, and their use.
+    """The hidden states that go through the output layer, and their use."""
 
-    positions  [N] in this rank's packed row, of the tokens that predict a chosen one
-    targets    [N] the chosen tokens' ids
-    temperature  what logits are divided by: one number, or [N]
-    ahead      what each layer of multi-token prediction computes in training
-    """
-
-    positions: Tensor
-    targets: Tensor
-    temperature: float | Tensor
+    positions: Tensor  # [N] in this rank's packed row, of the tokens that predict a chosen one
+    targets: Tensor  # [N] the chosen tokens' ids
+    temperature: float | Tensor  # what logits are divided by: one number, or [N]
     chunk_size: int | None
     entropy_grad: bool = False
-    ahead: tuple[Ahead, ...] = ()
+    ahead: tuple[Ahead, ...] = ()  # what each layer of multi-token prediction computes in training
 
 
 class ChosenOutputs(GPTModel):

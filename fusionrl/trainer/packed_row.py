@@ -227,16 +227,11 @@ LONG_PROMPT = 256
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens of a bucket's rows stand. Indices are None where they would change nothing.
+    """Where tokens of a bucket's rows stand. Indices are None where they would change nothing."""
 
-    length   that each row is padded to
-    sources  [tokens] packed token of each token of the rows; rows may share packed tokens
-    cells    [tokens] where each goes in the padded [count * length]
-    """
-
-    length: int
-    sources: Tensor | None
-    cells: Tensor | None
+    length: int  # that each row is padded to
+    sources: Tensor | None  # [tokens] packed token of each token of the rows; rows may share packed tokens
+    cells: Tensor | None  # [tokens] where each goes in the padded [count * length]
 
 
 @dataclass(frozen=True)

@@ -120,16 +120,12 @@ def _image_rows(
 
 @dataclass(frozen=True)
 class Sight:
-    """What a model has to see.
-
-    recompute  the tower's blocks are computed again in backward
-    overlaps   gradients are reduced during backward
-    """
+    """What a model has to see."""
 
     shape: VisionShape
     scale: PixelScale
-    recompute: bool
-    overlaps: bool
+    recompute: bool  # the tower's blocks are computed again in backward
+    overlaps: bool  # gradients are reduced during backward
 
 
 class SeeingModel(ChosenOutputs):

@@ -51,32 +51,21 @@ NUM_ROWS = 3  # of the data, on which the reward is probed
 
 @dataclass(frozen=True)
 class Options:
-    """Flags of the command itself.
+    """Flags of the command itself."""
 
-    deep  also what takes longer than seconds: imports of the whole stack, all weights
-    gold  the form in which the reward wants an answer, with {label} in it
-    """
-
-    deep: bool = False
-    gold: str | None = None
+    deep: bool = False  # also what takes longer than seconds: imports of the whole stack, all weights
+    gold: str | None = None  # the form in which the reward wants an answer, with {label} in it
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A command line as far as it could be read.
+    """A command line as far as it could be read."""
 
-    config    None: no flags of a run were given, or their file cannot be read
-    plan      None: no flags, or wrong ones
-    errors    messages of the checks that `fusionrl train` makes
-    warnings  likewise
-    device    "cpu" or "cuda"
-    """
-
-    config: Config | None
-    plan: Plan | None
-    errors: Sequence[str]
-    warnings: Sequence[str]
-    device: str
+    config: Config | None  # None: no flags of a run were given, or their file cannot be read
+    plan: Plan | None  # None: no flags, or wrong ones
+    errors: Sequence[str]  # messages of the checks that `fusionrl train` makes
+    warnings: Sequence[str]  # likewise
+    device: str  # "cpu" or "cuda"
 
 
 def examine(examined: Examined, options: Options) -> list[Finding]:

@@ -13,18 +13,12 @@ _NO_CURE = "change the flag that the line names; `fusionrl train --help` has eac
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    check   name of the check
-    status  fact: nothing to do; warning: a run may suffer; fault: a run fails, or learns nothing
-    fact    a sentence with the value that was read
-    cure    the thing to do; "" for a fact
-    """
-
-    check: str
-    status: Status
-    fact: str
-    cure: str = ""
+    check: str  # name of the check
+    status: Status  # fact: nothing to do; warning: a run may suffer; fault: a run fails, or learns nothing
+    fact: str  # a sentence with the value that was read
+    cure: str = ""  # the thing to do; "" for a fact
 
     def __post_init__(self) -> None:
         assert (self.status == "fact") == (not self.cure), "a warning and a fault have a cure, a fact has none"

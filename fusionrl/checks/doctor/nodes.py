@@ -51,16 +51,11 @@ _CLOCK_S = 1.0
 
 @dataclass(frozen=True)
 class Order:
-    """The question to each node.
+    """The question to each node."""
 
-    plan     None: flags are wrong, so a run's needs are unknown
-    device   "cpu" or "cuda"
-    folders  flag → folder or file that must be seen on every node
-    """
-
-    plan: Plan | None
-    device: str
-    folders: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan | None  # None: flags are wrong, so a run's needs are unknown
+    device: str  # "cpu" or "cuda"
+    folders: Mapping[str, str] = field(default_factory=dict)  # flag → folder or file that must be seen on every node
 
 
 @dataclass(frozen=True)

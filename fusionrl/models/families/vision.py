@@ -26,11 +26,7 @@ def _linear(name: str, out: int, inputs: int) -> Iterator[tuple[str, Sizes]]:
 
 
 class WindowTower(VisionShape):
-    """Qwen2.5-VL's: most blocks attend within windows.
-
-    window_size  pixels of a window's side
-    full_layers  blocks that attend to the whole image
-    """
+    """Qwen2.5-VL's: most blocks attend within windows."""
 
     kept_hidden, kept_ffn = 12, 4
     engine_rows = ("mlp.gate_proj", "mlp.up_proj", "merger.mlp.0")
@@ -39,8 +35,8 @@ class WindowTower(VisionShape):
     engine_multiple = 8
 
     kind: Literal["qwen2_5_vl"] = "qwen2_5_vl"
-    window_size: int = Field(gt=0)
-    full_layers: tuple[int, ...]
+    window_size: int = Field(gt=0)  # pixels of a window's side
+    full_layers: tuple[int, ...]  # blocks that attend to the whole image
 
     @property
     def window(self) -> tuple[int, int]:
@@ -66,19 +62,15 @@ class WindowTower(VisionShape):
 
 
 class DeepstackTower(VisionShape):
-    """Qwen3-VL's and Qwen3.5's: a table of positions, and features of inner blocks for the decoder's first layers.
-
-    num_positions    rows of the table, a square that is stretched to each image
-    deepstack_layers  see `deepstack`
-    """
+    """Qwen3-VL's and Qwen3.5's: a table of positions, and features of inner blocks for the decoder's first layers."""
 
     kept_hidden, kept_ffn = 10, 2
     engine_rows = ("linear_fc1",)
     engine_columns = ("attn.proj", "linear_fc2")
 
     kind: Literal["qwen3_vl"] = "qwen3_vl"
-    num_positions: int = Field(gt=0)
-    deepstack_layers: tuple[int, ...] = ()
+    num_positions: int = Field(gt=0)  # rows of the table, a square that is stretched to each image
+    deepstack_layers: tuple[int, ...] = ()  # see `deepstack`
 
     @property
     def deepstack(self) -> tuple[int, ...]:
@@ -117,8 +109,6 @@ class DeepstackTower(VisionShape):
 class MoonTower(DeepstackTower):
     """Kimi-VL's MoonViT (arXiv:2504.07491): as Qwen3-VL's, but that neighbours in a head are turned against each other,
     and a norm after the last block.
-
-    position_table  rows and columns of the table of positions
     """
 
     engine_rows = ("mlp.fc0",)
@@ -128,7 +118,7 @@ class MoonTower(DeepstackTower):
     epsilon = 1e-5
 
     kind: Literal["moonvit"] = "moonvit"  # type: ignore[assignment]
-    position_table: tuple[int, int]
+    position_table: tuple[int, int]  # rows and columns of the table of positions
 
     @property
     def table(self) -> tuple[int, int]:

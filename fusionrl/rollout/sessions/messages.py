@@ -28,16 +28,11 @@ GRAMMARS = "regex ebnf json_schema guided_json guided_regex guided_choice guided
 
 @dataclass(frozen=True)
 class Switches:
-    """Wishes that a chat template may have a word for; None: none.
+    """Wishes that a chat template may have a word for; None: none."""
 
-    thinks     whether the model shall think
-    effort     "none", "minimal", "low", "medium", "high" or the like
-    verbosity  "low", "medium" or "high"
-    """
-
-    thinks: bool | None = None
-    effort: str | None = None
-    verbosity: str | None = None
+    thinks: bool | None = None  # whether the model shall think
+    effort: str | None = None  # "none", "minimal", "low", "medium", "high" or the like
+    verbosity: str | None = None  # "low", "medium" or "high"
 
 
 @dataclass(frozen=True)
@@ -193,16 +188,12 @@ class Call:
 
 @dataclass(frozen=True)
 class TurnReply:
-    """The model's answer.
-
-    finish       "stop", "length" or "tool_calls"
-    stop_string  of the request, where one ended the turn
-    """
+    """The model's answer."""
 
     text: str
     calls: tuple[Call, ...]
-    finish: str
-    stop_string: str | None
+    finish: str  # "stop", "length" or "tool_calls"
+    stop_string: str | None  # of the request, where one ended the turn
     num_prompt_tokens: int
     num_cached: int
     num_sampled: int

@@ -74,35 +74,24 @@ _GUARDED = ("user", "tool")  # who may have written special tokens that are not 
 
 @dataclass
 class Segment:
-    """A conversation that was answered at least once.
+    """A conversation that was answered at least once."""
 
-    sample     its tokens, masks, log-probs and versions
-    messages   the conversation in its tokens; the last one is the model's
-    template   keyword arguments of the chat template
-    end_token  by which the last turn ended; None where a stop string or a limit did
-    is_busy    a request is continuing it now
-    """
-
-    sample: Sample
-    messages: list[Message]
+    sample: Sample  # its tokens, masks, log-probs and versions
+    messages: list[Message]  # the conversation in its tokens; the last one is the model's
     tools: list[Message]
-    template: Mapping[str, object] = field(default_factory=dict)
-    end_token: int | None = None
+    template: Mapping[str, object] = field(default_factory=dict)  # keyword arguments of the chat template
+    end_token: int | None = None  # by which the last turn ended; None where a stop string or a limit did
     num_turns: int = 0
-    is_busy: bool = False
+    is_busy: bool = False  # a request is continuing it now
 
 
 @dataclass
 class Segments:
-    """The segments of a session, the one that was answered last at the end.
-
-    blank            the sample before anything was generated
-    template_kwargs  of the chat template, where a request has none of its own
-    """
+    """The segments of a session, the one that was answered last at the end."""
 
     tokenizer: PreTrainedTokenizerBase
-    template_kwargs: Mapping[str, object]
-    blank: Sample
+    template_kwargs: Mapping[str, object]  # of the chat template, where a request has none of its own
+    blank: Sample  # the sample before anything was generated
     all: list[Segment] = field(default_factory=list)
 
     def template_of(self, request: TurnRequest) -> Mapping[str, object]:
