@@ -117,7 +117,7 @@ def missing_flags(config: Config) -> list[str]:
             errors.append(f"--rollout-batch-size is required in --mode {mode}: prompts of one step")
         if run.num_rollout is None and run.num_epoch is None:
             errors.append(f"--num-rollout or --num-epoch is required in --mode {mode}")
-    own_rewards = mode == "eval" and config.eval.eval_config is not None  # each set is asked for its own
+    own_rewards = mode == "eval" and config.eval.eval_config is not None  # each set has to name its own
     rollout, algorithm = config.rollout, config.algorithm
     sources = (  # of a reward; a function or an agent that gives none gets an error
         *(config.reward.rm_type, config.reward.custom_rm_path, has_own_rollout(config)),

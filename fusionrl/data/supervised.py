@@ -219,8 +219,8 @@ class MultiTurnLossMaskGenerator:
                          turns before it, the generation prompt included
         auto             the marks, where the template's generation prompt has a known header; `template` where the
                          template has such blocks; else `prefix`
-    template_kwargs  keyword arguments of the chat template, as the engines use them. What the generation prompt then
-                     holds behind the header (Qwen3 with enable_thinking false: an empty thought) is not trained on.
+    template_kwargs  keyword arguments of the chat template, as the engines use them. Text that the generation prompt
+                     then has behind the header (Qwen3, enable_thinking false: an empty thought) is not trained on.
 
     Raises ValueError: an unknown type, or a tokenizer that has no chat template or gives no character offsets.
     """

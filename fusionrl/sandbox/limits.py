@@ -142,7 +142,7 @@ def writable_parent() -> Path | None:
     """A folder in which memory cgroups can be made; None: there is none, or this process lacks the right.
 
     In cgroup v2 a group with processes of its own has no limited groups below it, so the parent of this process's group
-    is tried as well, which a user has been given (systemd's Delegate=) or not.
+    is also tried; systemd's Delegate= gives it to a user.
     """
     for folder in (folder for chain in group_chains() for folder in chain[:2]):  # of this process, and its parent
         try:

@@ -79,7 +79,7 @@ def test_the_kernel_drops_who_is_no_node_of_the_cluster(num_nodes: int, monkeypa
 
 
 def test_on_one_machine_nothing_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A number takes the place of a port; each store has its own, in a file that nobody else can read."""
+    """A number replaces a port; each store has its own, in a file that no other user can read."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     before = {one.port for one in listeners({os.getpid()})}
     first, second = (create_group_store("127.0.0.1", 30.0) for _ in range(2))

@@ -207,7 +207,7 @@ def test_a_file_of_another_form_is_written_anew(tmp_path: Path, found_out: list[
     assert file.read_text() == kept
     file.chmod(0o666)
     _scan(source, found_out)
-    assert len(found_out) == 3, "somebody else may have written it"
+    assert len(found_out) == 3, "another process may have written it"
 
 
 def _install(folder: Path, name: str, module: str | None = None) -> None:

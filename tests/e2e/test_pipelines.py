@@ -75,7 +75,7 @@ def stops_a_trainer(flags: list[str], folder: Path, tmp_path: Path) -> None:
 def test_a_pipeline(
     rl_flags: list[str], task: Path, tmp_path: Path, pipeline: str, bound: int, flags: list[str]
 ) -> None:
-    """A run that ends in its middle, and one that goes on with it.
+    """A run that ends in its middle, and one that resumes it.
 
     The model of async-partial has delta nets: engines compute their states again after a push and a death.
     """

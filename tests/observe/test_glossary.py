@@ -58,7 +58,7 @@ def test_every_name_in_the_code_is_documented() -> None:
 
 
 def test_every_entry_is_of_a_metric_that_its_module_computes() -> None:
-    """Besides its METRICS, the module spells the name, as a whole or with open parts, or the name's last part."""
+    """Outside of its METRICS, the module spells the name, as a whole or with open parts, or the name's last part."""
     stale, sources = [], {source: (PACKAGE / source).read_text() for source in {e.source for e in GLOSSARY.values()}}
     spelled = list(names_in_the_code())
     assert len(GLOSSARY) == render_glossary().count("\n| `"), "each name has one row"

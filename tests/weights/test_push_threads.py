@@ -35,7 +35,7 @@ def test_each_thread_sets_its_gpu_first_and_hands_its_failure_over(monkeypatch: 
 def test_no_thread_is_started_in_another_way() -> None:
     """Of those that sent, none had a GPU: rank 1's waited for streams of rank 0's.
 
-    Those of remote_calls.py stand for actors' processes; a trainer's is one thread, in which it sets its device.
+    Those of remote_calls.py replace actors' processes; a trainer's is one thread, in which it sets its device.
     """
     found = [
         f"{path.name}:{node.lineno}"
