@@ -170,8 +170,10 @@ class Actors:
         return None if self._watchdog is None else self._watchdog.ended_by(error)
 
     def _find_death(self, error: BaseException) -> RuntimeError | None:
+        if self._in_process or not self._launcher.is_running:  # without Ray nobody can be asked
+            return None
         # These name their cause: a user's mistake, a user's function, a server that ended.
-        if not self._launcher.is_running or isinstance(root_cause(error), ValueError | HookError | ChildExited):
+        if isinstance(root_cause(error), ValueError | HookError | ChildExited):
             return None
         try:
             return self._launcher.registry.explain(error) or self.engines.find_dead()
