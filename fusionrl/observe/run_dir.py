@@ -171,9 +171,10 @@ def _refuse_content(path: Path, resume: bool) -> None:
             continue
         if folder is not path and not folder.is_dir():
             raise ValueError(f"--run-dir {path}: {folder.name} is not a folder; remove it")
-        for entry in folder.iterdir():
-            is_plain = stat.S_ISREG(mode := entry.lstat().st_mode) or stat.S_ISDIR(mode)
-            if not is_plain and not (folder is path and entry.name in LINKED_FOLDERS and _is_own_link(entry)):
+        with os.scandir(folder) as entries:  # these know their kinds: a temporary file may be gone by now
+            found = [entry for entry in entries if not entry.is_file(follow_symlinks=False)]
+        for entry in (folder / entry.name for entry in found if not entry.is_dir(follow_symlinks=False)):
+            if not (folder is path and entry.name in LINKED_FOLDERS and _is_own_link(entry)):
                 raise ValueError(
                     f"--run-dir {path}: {entry.relative_to(path)} is a link or a special file; the"
                     " run would read or write elsewhere by it: remove it"

@@ -219,7 +219,10 @@ def _read(log: Path, start: int) -> str:
 
 
 def _size(log: Path) -> int:
-    return log.stat().st_size if log.exists() else 0
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
 
 
 def _examine(pid: int) -> tuple[str, str]:
