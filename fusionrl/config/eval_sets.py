@@ -20,7 +20,7 @@ _AS_THE_FLAGS = (
     *("n_samples_per_eval_prompt", "rm_type", "custom_rm_path", "custom_generate_function_path"),
 )
 _UNLESS_GIVEN = {
-    "": ("input_key", "label_key", "reward_key"),
+    "": ("reward_key",),
     "rollout_": ("temperature", "top_p", "top_k", "max_response_len"),
 }
 _REWARD = ("rm_type", "custom_rm_path")  # alternatives: setting either replaces both
@@ -113,6 +113,8 @@ def _from_flags(args: Namespace) -> dict[str, object]:
             own = getattr(args, f"eval_{name}")
             values[name] = getattr(args, prefix + name) if own is None else own
     return values | {
+        "input_key": args.eval_input_key or args.input_key,
+        "label_key": args.eval_label_key or args.label_key,
         "multimodal_keys": args.multimodal_keys or {},
         "min_new_tokens": args.rollout_min_response_len,
         "stop": args.rollout_stop,

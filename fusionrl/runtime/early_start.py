@@ -192,13 +192,7 @@ def make_order(config: Config, folder: Path, key: str) -> Order:
     client = ["aiohttp"] if uses_engines(config) else []  # of engines; imported by their first request elsewhere
     worker = Branch(
         str(folder / WORKER_SOCKET),
-        [
-            "fusionrl.runtime.actor_process",
-            "fusionrl.runtime.worker_actors",
-            *megatron,
-            *client,
-            "fusionrl.runtime.worker_imports",
-        ],
+        [*_ACTORS, *megatron, *client, "fusionrl.runtime.worker_imports"],
         "fusionrl.runtime.worker_fork:main",  # with it Ray, which keeps its variables
         late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
     )
