@@ -26,7 +26,6 @@ setup(
     packages=find_packages(include=["fusionrl", "fusionrl.*"]),
     package_data={
         "fusionrl.config": ["aliases.md"],
-        "fusionrl.observe": ["glossary.md"],
         "fusionrl.observe.view": ["assets/*"],  # the scripts and the style of `fusionrl view`
         "fusionrl.compat.slime": ["*.md"],
         "fusionrl.compat.slime.inside": ["*.sh"],
