@@ -1,10 +1,12 @@
 """The documentation: the site builds, README leads into it, and the files that its pages name exist."""
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,55 @@ def test_every_command_has_a_row() -> None:
     page = (REPO / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in COMMANDS if f"`{name}`" not in rows] == []
+
+
+# Flow of docs/internals/reading-path.md → how many files a reader may have to open. Raise no limit: move code.
+FLOWS = {
+    "One prompt becomes a trained token": 35,
+    "One flag is declared, checked and used": 10,
+    "One weight reaches a verified engine": 18,
+    "One reward is chosen and graded": 6,
+    "One engine dies and is replaced": 12,
+}
+_FLOW = re.compile(r"^## (.+) \(at most (\d+) files\)$", re.MULTILINE)
+_STEP = re.compile(r"(\d+)\. `[\w.]+` in `(fusionrl/[\w/]+\.py)`: \S.*\.")
+_NAME_AND_FILE = re.compile(r"`([\w.]+)`(?: and `([\w.]+)`)? in\s+`(fusionrl/[\w/]+\.py)`")
+
+
+def test_the_reading_path_names_what_exists_and_stays_short() -> None:
+    page = (REPO / "docs" / "internals" / "reading-path.md").read_text(encoding="utf-8")
+    wrong = []
+    for *names, file in _NAME_AND_FILE.findall(page):
+        defined = set(defined_names(REPO / file)) if (REPO / file).is_file() else set()
+        wrong += [f"{file} does not define {name}" for name in names if name and name not in defined]
+    assert not wrong, "\n".join(wrong)
+    _, *sections = _FLOW.split(page)
+    titles, limits, texts = sections[::3], sections[1::3], sections[2::3]
+    assert dict(zip(titles, map(int, limits), strict=True)) == FLOWS and page.count("\n## ") == len(FLOWS)
+    for title, text in zip(titles, texts, strict=True):
+        lines = [line for line in text.splitlines() if line[:1].isdigit()]
+        steps = [(line, _STEP.fullmatch(line)) for line in lines]
+        assert not [line for line, step in steps if step is None], "write: N. `name` in `fusionrl/….py`: what it does."
+        assert [int(step[1]) for _, step in steps if step] == [*range(1, len(steps) + 1)], title
+        files = {step[2] for _, step in steps if step}
+        assert 0 < len(files) <= FLOWS[title], f"{title}: {len(files)} files"
+
+
+def defined_names(path: Path) -> Iterator[str]:
+    """Yield functions, classes and constants of a module, and those of its classes as `Class.name`."""
+    pending: list[tuple[str, ast.AST]] = [("", ast.parse(path.read_text(encoding="utf-8")))]
+    while pending:
+        prefix, parent = pending.pop()
+        for node in ast.iter_child_nodes(parent):
+            match node:
+                case ast.ClassDef():
+                    yield prefix + node.name
+                    pending.append((f"{prefix}{node.name}.", node))
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    yield prefix + node.name
+                case ast.Assign():
+                    yield from (prefix + target.id for target in node.targets if isinstance(target, ast.Name))
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    yield prefix + name
+                case ast.If() | ast.Try():
+                    pending.append((prefix, node))
