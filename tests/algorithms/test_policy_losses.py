@@ -140,3 +140,15 @@ def test_metrics_say_where_the_clip_took_the_gradient():
     assert "dual_clip_fraction" not in open_ended
     _, gate = call("sapo", batch, batch.old.clone(), sequences_of(batch))
     assert gate["gate"].tolist() == batch.mask.tolist(), "on policy the gate is wide open"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratios_out_of_all_bounds_give_finite_losses_and_gradients(name: str):
+    batch = flat_batch(12, token_advantages=True)
+    batch.old[::2], batch.old[1::3] = -150.0, 150.0
+    for dtype in (torch.float32, torch.float64):
+        converted = batch.pick(torch.arange(len(batch.old)))
+        for field in ("log_probs", "old", "advantages", "mask", "weights"):
+            setattr(converted, field, getattr(batch, field).to(dtype))
+        loss, grad = gradient(name, converted)
+        assert loss.isfinite() and grad.isfinite().all() and grad.dtype == dtype

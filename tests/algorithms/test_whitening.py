@@ -55,3 +55,11 @@ def test_without_a_deviation() -> None:
     none = torch.zeros(1001)
     assert not whiten(same, none, moments(same, none)).any()
     assert whiten(same[:0], all_of[:0], moments(same[:0], all_of[:0])).shape == (0,)
+
+
+def test_a_value_that_is_not_finite_stops_every_rank() -> None:
+    bad, good, mask = torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), torch.ones(2)
+    total = moments(bad, mask) + moments(good, mask)
+    for values in (bad, good):
+        with pytest.raises(ValueError, match="advantages to be whitened are not finite"):
+            whiten(values, mask, total)

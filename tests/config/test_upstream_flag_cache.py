@@ -103,3 +103,14 @@ def test_without_a_file_the_package_is_imported(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib.metadata, "version", fail)
     monkeypatch.setattr(upstream_flags, "_import_sglang_parser", _parser)
     assert "--number" in upstream_flags.sglang_parser.__wrapped__()._option_string_actions
+
+
+@NEEDS_SGLANG
+def test_the_key_knows_the_files_that_declare_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+    monkeypatch.setattr(upstream_flags, "kept_parser", lambda name, version, sources, real: found.extend(sources))
+    upstream_flags.sglang_parser.__wrapped__()
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent / "srt"
+    assert {root / "server_args.py", *(root / "arg_groups").rglob("*.py")} <= set(found)

@@ -345,3 +345,15 @@ def test_a_token_of_delta_nets(shape: tuple[int, ...], dtype: torch.dtype, threa
         torch.testing.assert_close(states.double(), exact, atol=1e-5, rtol=1e-5)
     with pytest.raises(IndexError, match="a slot is beyond the states"):
         kernels.delta_decode(query, key, value, keep, share, states, slots + 3)
+
+
+@TYPES
+def test_tensors_with_gaps(dtype: torch.dtype) -> None:
+    """What torch takes in any layout is the same as its dense copy."""
+    row, weight = torch.randn(40, dtype=dtype)[::4], torch.randn(20, dtype=dtype)[::2]
+    dense = row.contiguous(), weight.contiguous()
+    assert torch.equal(kernels.rms_norm(row, weight, 1e-6)[0], kernels.rms_norm(*dense, 1e-6)[0])
+    assert torch.equal(kernels.swiglu(row), kernels.swiglu(dense[0]))
+    values, angles = torch.randn(8, 3, 4, dtype=dtype).transpose(0, 2), torch.randn(16, 4, dtype=dtype)[::4]
+    turned = kernels.rotate(values, angles, angles)
+    assert torch.equal(turned, kernels.rotate(values.contiguous(), angles.contiguous(), angles.contiguous()))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusionrl.data.columns import PromptColumns
 from fusionrl.data.prompts import load_prompts
 from fusionrl.data.row_checks import RowChecker
-from fusionrl.data.rows import PromptSet, parse_set, parse_sets, read_lines, read_rows
+from fusionrl.data.rows import PromptSet, parse_set, parse_sets, read_lines, read_rows, scan_rows
 
 # Five rows as split `train` in two shards, and rows 4 and 0 of them as `test`, by `save_to_disk` of datasets 5.2.0.
 SAVED = Path(__file__).parent / "saved_by_datasets"
@@ -107,3 +107,11 @@ def test_numbers_stay_what_they_are(tmp_path: Path) -> None:
     ((_, row),) = read_lines(path)
     assert isinstance(row, dict) and math.isnan(row.pop("d"))
     assert list(row.values()) == [12345678901234567890, -9223372036854775809, math.inf, 0.1]
+
+
+@pytest.mark.parametrize("line", ['{"a": 1, "\\u0061": 2}', '{"a": "x\\":", "b": 2, "b": 3}'])
+def test_a_key_that_stands_twice_is_found_however_it_is_written(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n{{"a": 2}}\n', encoding="utf-8")
+    first, bad, last = (row for _, row in scan_rows(str(path), ""))
+    assert (first, last) == ({"a": 1}, {"a": 2}) and isinstance(bad, ValueError), "reading goes on behind it"

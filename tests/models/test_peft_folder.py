@@ -186,3 +186,13 @@ def test_damaged_folders(folder, edit, part):
     edit(folder)
     with pytest.raises(ValueError, match=part):
         read_peft(folder, SHAPE)
+
+
+def test_a_write_that_fails_leaves_no_folder(tmp_path):
+    def broken():
+        yield "base_model.model.a.lora_A.weight", torch.zeros(1)
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        write_peft(tmp_path / "a", SPEC, SHAPE, "org/base", broken(), write=True)
+    assert not (tmp_path / "a").exists()

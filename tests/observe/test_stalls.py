@@ -142,3 +142,9 @@ def test_a_frame_is_fusionrl_s_by_the_package_s_files_and_not_by_the_name_of_a_f
     assert str(frame(users[1])) == "f (my/reward.py:9)"
     library = frame("/home/fusionrl/venv/lib/python3.12/site-packages/torch/nn/functional.py")
     assert library.is_library and not library.is_fusionrl
+
+
+def test_ranks_in_different_collectives_are_told_apart() -> None:
+    seen = [_seen("trainer-0", IN_COLLECTIVE), _seen("trainer-1", IN_COLLECTIVE.replace("all_reduce", "broadcast"))]
+    assert describe_ranks(seen).startswith("the ranks wait in different collectives: rank 0 waits in all_reduce of")
+    assert describe_ranks(seen[:1]).startswith("rank 0 waits in all_reduce")

@@ -1,6 +1,7 @@
 """Who trains what: bounds that must hold on any input, and figures against brute force."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -135,3 +136,13 @@ def test_cost_of_windows() -> None:
     assert list(cost([1, 8])) == list(whole([1, 8]))
     left_out = sum(max(place - 8, 0) for place in range(1, 21))  # pairs of 20 tokens, by a count
     assert whole([20]) - cost([20]) == pytest.approx(cost.quadratic * 2 * left_out, rel=0.1)  # n² / 2 pairs of n tokens
+
+
+@pytest.mark.parametrize(("needed", "room", "in_a_bin"), [(4106, 16384, 3), (7, 100, 14)])
+def test_thousands_of_equal_samples_are_planned_at_once(needed, room, in_a_bin):
+    """No room of a bin is a multiple of the samples': counting up from what all take together would be minutes."""
+    needs = np.full((4096, 1), needed)
+    start = time.process_time()
+    bins = pack(needs, COST(needs[:, 0]), (room,))
+    assert time.process_time() - start < 5
+    assert (len(bins), max(map(len, bins))) == (-(-4096 // in_a_bin), in_a_bin)

@@ -139,3 +139,20 @@ def test_what_stands_on_the_clusters_disks_is_listed(planned: Planned) -> None:
     assert "critic, stage 0, backward" in text
     epochs = ("--mode", "sft", "--rollout-batch-size", "64", "--num-epoch", "2")
     assert "number of rollout steps not given" in planned(*epochs)
+
+
+def test_an_fp8_checkpoint_counts_as_fp8_in_the_engines(planned: Planned) -> None:
+    """Half of the projections' bytes, and a scale of 4 bytes for each block; embeddings stay in bf16."""
+
+    def pushed(**quantization: object) -> float:
+        text = planned(*EXAMPLE, raw=FEW_LAYERS | {"quantization_config": quantization or None})
+        return float(re.findall(r"weights    ([\d.]+) MB", text)[0]) * 1e6
+
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    attention = 4 * 2048 * 128 * (32 + 4 + 4 + 32)
+    projections = attention + 4 * 128 * 3 * 2048 * 768
+    assert pushed() - pushed(**fp8) == pytest.approx(projections * (1 - 4 / 128**2), rel=1e-4)
+    kept = pushed(**fp8, modules_to_not_convert=["self_attn"])
+    assert kept - pushed(**fp8) == pytest.approx(attention * (1 - 4 / 128**2), rel=1e-3)
+    awq = FEW_LAYERS | {"quantization_config": {"quant_method": "awq"}}
+    assert "quant_method 'awq'" in planned(*EXAMPLE, raw=awq, code=2)

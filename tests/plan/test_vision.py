@@ -235,6 +235,16 @@ def part(text: str, bar: str, name: str) -> float:
     return float(found[1]) if found is not None else 0.0
 
 
+@pytest.mark.parametrize(("name", "nodes", "tp", "pp"), [("7b", 1, 2, 1), ("32b", 4, 8, 1), ("72b", 8, 8, 4)])
+def test_published_models_fit_where_others_train_them(
+    name: str, nodes: int, tp: int, pp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On 8, 32 and 64 GPUs of 80 GB, as in NVIDIA's guide for verl."""
+    sizes = ("--tensor-model-parallel-size", f"{tp}", "--pipeline-model-parallel-size", f"{pp}")
+    engines = ("--rollout-num-gpus-per-engine", f"{max(tp // 2, 1)}")
+    assert "verdict    fits: " in planned(f"qwen2.5-vl-{name}", nodes, capsys, *IMAGES, *sizes, *engines)
+
+
 def test_memory_of_a_tower(capsys: pytest.CaptureFixture[str]) -> None:
     """Each tensor-parallel rank has it whole, an engine in its weights; a micro-batch full of images needs more."""
     name, tp = "qwen2.5-vl-7b", ("--tensor-model-parallel-size", "2")

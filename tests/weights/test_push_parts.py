@@ -20,7 +20,7 @@ from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.rules import Rule
 from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send
-from fusionrl.weights.broadcast import Broadcast, init_external_group
+from fusionrl.weights.broadcast import Broadcast, _leave, init_external_group
 from fusionrl.weights.gather import quantize_in_place, views_of
 from fusionrl.weights.remote_calls import wait_all
 from fusionrl.weights.send import PushStopped, SendOrder
@@ -257,6 +257,18 @@ def test_a_group_that_came_into_being_though_an_engine_failed_is_left(monkeypatc
     assert len(left) == 1 and isinstance(left[0], dist.ProcessGroup)
     monkeypatch.undo()
     dist.destroy_process_group(left[0])
+
+
+@pytest.mark.parametrize(("backend", "way"), [("nccl", "aborted"), ("gloo", "destroyed")])
+def test_how_a_group_is_left(backend: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for a broadcast that an engine never joined, and its watchdog end the trainer."""
+    found: list[tuple[str, object]] = []
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: found.append(("destroyed", group)))
+    monkeypatch.setattr(c10d, "_abort_process_group", lambda group: found.append(("aborted", group)))
+    group: Any = object()
+    _leave(group)
+    assert found == [(way, group)]
 
 
 def test_a_group_with_engines_that_came_or_went_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,3 +174,8 @@ def test_a_folder_that_nobody_gave_is_not_looked_for(monkeypatch: pytest.MonkeyP
     # Each node has a /proc of its own, in which nobody can make files.
     found, _ = _findings(monkeypatch, ["--run-dir", "/proc"])
     assert found["shared"].status == "warning" and found["shared"].fact.startswith("--run-dir /proc: no file can be")
+
+
+def test_a_node_that_cannot_import_torch() -> None:
+    (found,) = nodes.prepare_findings({OWN: "2.13.0", OTHER: RuntimeError("ImportError: libgomp.so.1")})
+    assert found.fact == "node 10.0.0.2: torch is not imported (ImportError: libgomp.so.1)"
