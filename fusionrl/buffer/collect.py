@@ -253,7 +253,7 @@ class Collector:
         """
         assert self._plan.batch is not None
         if show_all := self._border.hook("rollout_all_samples_process_path"):
-            finished = [*groups, *refused] if refused else groups
+            finished = [*groups, *refused] if refused or is_stream else groups
             if refused and not is_stream:
                 finished.sort(key=lambda group: group[0].index or 0)
             show_all(self._border.args(), finished, _no_prompts if is_stream else self._source.hooked.get_samples)

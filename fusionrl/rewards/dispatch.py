@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, SupportsFloat, TypeGuard
 
+import numpy as np
+
 from fusionrl.config.hooks import register_hooks
 from fusionrl.config.user_code import HookError
 from fusionrl.data.sample import REWARD_LOST, Sample
@@ -164,7 +166,7 @@ def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             if isinstance(value, float):
                 parts.setdefault(name, []).append(value)
     for name, values in parts.items():
-        metrics[f"rollout/reward_{name}"] = math.fsum(values) / len(values)
+        metrics[f"rollout/reward_{name}"] = float(np.mean(values))
     for failed in metadata_entries(samples, "code_failures"):
         for name in REASONS:
             if name in failed:
@@ -182,9 +184,14 @@ def metadata_entries(samples: Sequence[Sample], name: str) -> list[dict[str, obj
     return entries
 
 
-@functools.cache
 def reward_pool(num_processes: int) -> RewardPool:
     """The pool of this process; its processes are started when there is something to score."""
+    with _lock:  # a rollout and an evaluation may be the first at once, and have the same
+        return _pool(num_processes)
+
+
+@functools.cache
+def _pool(num_processes: int) -> RewardPool:
     from fusionrl.rewards.pool import RewardPool
 
     return RewardPool(num_processes)
