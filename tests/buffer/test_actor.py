@@ -121,6 +121,11 @@ def test_siblings_without_a_group_number_are_still_siblings(buffer: MakeBuffer) 
     assert rollout.metrics["rollout/zero_std_groups"] == 0.0
 
 
+def test_a_function_that_makes_its_samples_needs_no_prompt_data(buffer: MakeBuffer) -> None:
+    made = buffer(prompt_data=None, rollout_function_path="without_numbers")
+    assert made.source.hooked is None and len(sample_indices(run(made.generate(0)).shards)) == 8
+
+
 # ------------------------------------------------------------------------------------------------ rewards
 def test_a_reward_of_several_parts(buffer: MakeBuffer) -> None:
     rollout = run(buffer(custom_rm_path="several", reward_key="right").generate(0))

@@ -203,6 +203,15 @@ def test_a_list_that_a_hook_holds_grows_with_the_sample() -> None:
     assert sample.status == Status.TRUNCATED and sample.prefix_cache_info.total_prompt_tokens == 4
 
 
+def test_fusionrl_s_own_reading_makes_no_lists() -> None:
+    sample = packed_sample()
+    sample.validate()
+    assert sample.num_tokens == 4 and sample.prompt_length == 2 and sample.effective_response_length == 2
+    assert sample.array("tokens") is vars(sample)["tokens"] and response_mask(sample).sum() == 2
+    sample.to_dict(), copy.deepcopy(sample), pickle.loads(pickle.dumps(sample)), pack_sample(sample)
+    assert all(isinstance(vars(sample)[name], np.ndarray) for name in FIELDS)
+
+
 def test_a_mask_of_shares_and_what_is_no_number() -> None:
     sample = Sample(tokens=[1, 2], loss_mask=[0.5, 1], response_length=2)
     sample.pack()
@@ -299,3 +308,11 @@ def test_none_in_a_field_of_slime_s_is_its_default() -> None:
     assert "prefix_cache_info" not in pack_sample(sample) and "spec_info" not in sample.to_dict()
     for name in ("tokens", "prompt", "spec_info"):
         assert not hasattr(object.__new__(Sample), name)
+
+
+def test_a_list_that_two_samples_share_is_named_as_the_cause() -> None:
+    first = Sample(tokens=[1], loss_mask=[], rollout_log_probs=[])
+    second = dataclasses.replace(first, index=1)
+    first.append_response_tokens(tokens=[2], log_probs=[-1.0])
+    with pytest.raises(ValueError, match="sample 1: loss_mask has 1 values .* another sample has the same list"):
+        second.append_response_tokens(tokens=[2], log_probs=[-1.0])

@@ -29,7 +29,7 @@ def test_an_evaluation_beside_a_rollout_that_stops_is_not_aborted() -> None:
 
 
 def test_an_evaluation_and_a_rollout_on_one_loop_keep_their_clients() -> None:
-    """Modelled on functions that run both on a loop of their own (`fusionrl.rollout.generate_state.run`)."""
+    """Modelled on functions that run both on a loop of their own (`fusionrl.rollout.event_loop.run`)."""
 
     def flags(port: int) -> Namespace:
         url = f"http://127.0.0.1:{port}"
