@@ -28,7 +28,7 @@ def score_rewards(scores: Tensor, responses: Responses) -> Tensor:
 
 
 def kl_rewards(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str, coef: float) -> tuple[Tensor, Tensor]:
-    """`-coef * KL` of each trained token [N], by the estimator `kind` of `kl.py`; 0 at untrained tokens.
+    """`-coef * KL` of each trained token [N], by the estimator `kind` of `divergence.py`; 0 at untrained tokens.
 
     Source: InstructGPT (arXiv 2203.02155), equation 2, its beta term. ValueError: the estimate of finite log-probs
     overflows. A token with a log-prob that is not finite gets 0 and is counted -> (rewards [N], excluded []).

@@ -112,7 +112,7 @@ class Config(Group):
         """Build a Config from flat field names. ValueError: an unknown field, or a value that a field does not take.
 
         preset  names of `values` that a preset chose, not the user: `given` leaves them out, and the default of a loss
-                for tokens of older weights (`off_policy`).
+                for tokens of older weights (`run_parts`).
         """
         known = {field: group for group, model in GROUPS.items() for field in model.model_fields}
         unknown = sorted(set(values) - set(known))

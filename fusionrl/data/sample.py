@@ -87,7 +87,7 @@ class Sample:
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
                        each of the model's layers (--use-rollout-routing-replay); -1 where that is not known
-    temperature        at which the engine sampled: one number, or one for each token (`data.sampling`); trainers
+    temperature        at which the engine sampled: one number, or one for each token (`sample_fields`); trainers
                        score with it. None: --rollout-temperature
     reward             a float, or a dict of floats (then --reward-key chooses); None: not scored yet
     adapter            that samples and learns it, of --lora-adapters; None: the run has one, or none
@@ -119,7 +119,7 @@ class Sample:
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     session_id: str | None = None
-    rollout_id: int | None = None  # what the samples of one attempt share, as in slime (`data.attempts`)
+    rollout_id: int | None = None  # what the samples of one attempt share, as in slime (`data.train_batch`)
     prompt_tokens: np.ndarray | None = None  # ids of `prompt`, made when the data was read
     messages: list[dict[str, Any]] | None = None  # the prompt before the chat template
     temperature: float | Sequence[float] | np.ndarray | None = None

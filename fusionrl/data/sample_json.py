@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
@@ -30,9 +30,6 @@ from fusionrl.data.images import ImageRef, interned, picture, png_of
 from fusionrl.data.sample import COUNTS, Sample, Status, is_trained_on, stored_fields
 from fusionrl.data.sample_fields import LARGEST_LOG_PROB, SMALLEST_LOG_PROB
 from fusionrl.observe.formats import to_jsonable
-
-if TYPE_CHECKING:
-    pass
 
 
 class SetState(TypedDict):

@@ -138,7 +138,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Change:
-    """One tensor of a"""
+    """One tensor of a delta."""
 
     file: str
     num_changed: int  # elements

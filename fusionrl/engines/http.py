@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import requests
 
 from fusionrl.base.environment import ROUTER_KEY
-
-if TYPE_CHECKING:
-    pass
 
 LONGEST_ANSWER = 256 << 20  # bytes: control endpoints answer kilobytes, checksums of a large model some megabytes
 # With ROUTER_KEY, in the environment of the processes that run users' functions, which may ask the engines.

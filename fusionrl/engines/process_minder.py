@@ -168,11 +168,12 @@ def mind(
     starter.set_inheritable(False)
     secret = _read_secret(starter)
     output = _Output(secret) if secret else None
-    stdin = os.open(os.devnull, os.O_RDONLY)
     if secret:
         stdin, write = os.pipe()
         os.write(write, secret)
         os.close(write)
+    else:
+        stdin = os.open(os.devnull, os.O_RDONLY)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)

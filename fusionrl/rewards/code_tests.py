@@ -215,7 +215,7 @@ def _has_real_math(setup: str, setup_names: frozenset[str]) -> bool:
 
 
 def _as_numbers(tree: ast.Module, remote: frozenset[str], judged: JudgedTest) -> NumbersTest | None:
-    """The test as one over numbers, if it is one assert whose expressions `code_numbers` knows."""
+    """The test as one over numbers, if it is one assert whose expressions `code.value_of` knows."""
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert) or "math" in remote:
         return None
     expressions: list[str] = []

@@ -46,7 +46,7 @@ class ProcessSettings:
 
 
 class ActorProcess:
-    """Answers the driver's questions to every actor's process: its clock (see `clock_offsets`), and its devices."""
+    """Answers the driver's questions to every actor's process: its clock (see `telemetry`), and its devices."""
 
     _hardware: ProcessHardware | None = None
 

@@ -154,7 +154,7 @@ def chunked_log_probs(
     temperature   what logits are divided by: one number, or [N]
     chunk_size    how many logits a block holds: as many as those of so many tokens over the whole vocabulary; as many
                   again are kept for backward. None is `BLOCK_BYTES` (more where a block would be narrower than h) and
-                  `KEPT_BYTES` of `plan.memory.head`. There are two buffers of a block's size.
+                  `KEPT_BYTES` of `plan.memory.trainer`. There are two buffers of a block's size.
     entropy_grad  whether the entropies are differentiable
     group         tensor-parallel process group; None is one rank
 
