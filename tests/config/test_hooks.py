@@ -7,6 +7,7 @@ import pytest
 from fusionrl.checks.validate import validate
 from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of, load_function
 from fusionrl.config.parser import read_args
+from tests.own_process import run_code
 
 GOOD = """
 CALLS = []
@@ -207,3 +208,13 @@ def test_functions_of_one_input_are_checked_as_they_are_called(tmp_path: Path) -
         ("custom_rm_path", "generate", "too many positional arguments"),
     ):
         assert told in str(check_hook(field, f"{file}:{name}")), (field, name)
+
+
+def test_a_hook_may_import_parsers_of_sglang(tmp_path: Path) -> None:
+    """SGLang imports triton, which a machine without CUDA need not have. The package here is a fake."""
+    files = {"sglang/__init__.py": "", "sglang/parsers.py": "import triton\n", "parses.py": "import sglang.parsers\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}def rm(args, sample, **kwargs): ...\n")
+    code = f"from fusionrl.config.hooks import load_function; load_function('{tmp_path}/parses.py:rm')"
+    run_code(code, PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}")

@@ -413,3 +413,13 @@ def test_a_model_that_only_sglang_knows(raw: dict[str, Any] | None, reason: str,
     assert made.fits and made.scorers[0][1] is None
     (line,) = (line for line in made.lines() if line.startswith("the reward model: not estimated ("))
     assert reason in line and f"--rm-model {path}" in line
+
+
+def test_gradients_that_are_added_in_place_leave_placeholders() -> None:
+    """As Transformer Engine adds them; local layers, which cannot, keep the largest gradient on its way."""
+
+    def sizes(options: ActivationOptions, **fields: Any) -> Any:
+        return trainer_memory(DENSE, TrainerLayout(1), BatchOptions(64, 1), BF16, options, fields)
+
+    local, fusion = replace(FUSED, impl="local"), {"gradient_accumulation_fusion": True}
+    assert sizes(FUSED) != sizes(FUSED, **fusion) and sizes(local) == sizes(local, **fusion)

@@ -13,6 +13,8 @@ from typing import ClassVar
 
 import pytest
 
+from scripts.uv_arguments import arguments, read_settings
+
 ROOT = Path(__file__).resolve().parents[2]
 # No index and no other source: pip fails at the first package, after .venv was made.
 NOTHING = {"FUSIONRL_ENV": "cpu", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
@@ -104,3 +106,19 @@ def test_the_cpu_build_is_looked_for_in_its_index_first(venv: Path, tmp_path: Pa
     assert any(path.startswith("/whl/cpu/torch/") for path in Index.asked)
     log = (venv / "install.log").read_text()
     assert f"pip install --extra-index-url {url} -r requirements/cpu.txt" in log
+
+
+def test_uv_looks_where_pip_looks() -> None:
+    """Later sections count more; lists keep their order; what concerns another command is left."""
+    listing = """global.index-url='https://one/simple'
+global.extra-index-url='https://two/simple\\nfile:///three'
+download.index-url='https://other/simple'
+install.find-links='/wheels'
+:env:.index-url='https://four/simple'
+:env:.cert='/etc/certificates.pem'"""
+    assert arguments(read_settings(listing)) == [
+        *("--index-url", "https://four/simple"),
+        *("--extra-index-url", "https://two/simple", "--extra-index-url", "file:///three"),
+        *("--find-links", "/wheels", "SSL_CERT_FILE=/etc/certificates.pem"),
+    ]
+    assert arguments(read_settings(":env:.no-index='1'\n")) == ["--no-index"]
