@@ -17,8 +17,6 @@ import numpy as np
 import orjson
 import pybase64
 
-from fusionrl.engines.http import EndpointError
-
 LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
 SMALLEST_LOG_PROB = -1e5  # below, exp of the difference to another log-prob overflows
 DEFAULT_NEW_TOKENS = 128  # SGLang's own, where a request names none
@@ -405,16 +403,18 @@ def checked_event(url: str, event: object) -> Mapping[str, object]:
     error = event.get("error")
     if error is not None:
         code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
-        raise EndpointError(url, _as_status(code), str(text))
+        raise _refusal(url, code, str(text))
     meta = event.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code") is not None:
-        raise EndpointError(url, _as_status(reason["status_code"]), str(reason.get("message")))
+        raise _refusal(url, reason["status_code"], str(reason.get("message")))
     return event
 
 
-def _as_status(code: object) -> int:
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
+def _refusal(url: str, code: object, text: str) -> RuntimeError:
+    from fusionrl.engines.http import EndpointError  # imports requests, which parsers' processes need not
+
+    return EndpointError(url, code if isinstance(code, int) and 400 <= code < 600 else 500, text)
 
 
 def as_object(answer: object, name: str) -> dict[str, object]:
