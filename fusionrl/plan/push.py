@@ -179,8 +179,8 @@ class PushPlan:
         return max((max(bucket.nbytes, bucket.sent_bytes) for bucket in buckets), default=0), room
 
     def peak_bytes(self, rank: int) -> int:
-        """Memory that a push takes on `rank` without the weights, at most; without the fp32 values that `fp8.quantize`
-        has at a time."""
+        """Memory that a push takes on `rank` without the weights, at most; without the fp32 values that
+        `convert.quantize` has at a time."""
         flat, room = self.buffer_bytes(rank)
         buckets = self.of_source(rank)
         # A quantised copy coexists with its bucket, and the values of one tensor exist twice, before it replaces them.

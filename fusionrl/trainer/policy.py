@@ -287,7 +287,7 @@ class PolicyTrainer(AdapterTrainer):
         return score(shard, self.scorer, self.hooks, policy=policy, records=records)
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
-        """Return `sample_columns.sample_columns` of training on `rollout_id`, the last one. Not a collective.
+        """Return `shards.sample_columns` of training on `rollout_id`, the last one. Not a collective.
 
         {} where it was not trained on; and of each replica only one rank answers: the first of the last pipeline stage.
         """

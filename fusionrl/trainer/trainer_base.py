@@ -212,7 +212,6 @@ class CriticTrainer(TrainerBase):
 
         `columns`: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
         """
-
         with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
             return self.metrics_of([self.take_steps(rollout_id, Prepared(pulled))])
 

@@ -51,6 +51,17 @@ def test_metrics_equal_loops_over_any_split():
     }
 
 
+def test_nothing_to_compare():
+    none = mismatch_metrics(*mismatch_sums(*draws(torch.zeros(0, dtype=torch.float64))))
+    assert none == {} and mismatch_warning(none) is None
+    train, rollout, mask = draws(torch.zeros(3, dtype=torch.float64))
+    bad = mismatch_metrics(*mismatch_sums(train, rollout * math.nan, mask))
+    assert bad == {"logprob_not_finite": 1.0}
+    text = mismatch_warning(bad)
+    assert text is not None and "100.00% of the tokens have a log-prob of -inf or NaN" in text
+    assert "--rollout-top-p" in text
+
+
 def test_equal_log_probs_and_small_noise_say_nothing():
     assert warning(torch.zeros(100, dtype=torch.float64)) is None
     assert warning(noise(0.02)) is None

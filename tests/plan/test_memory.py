@@ -136,6 +136,17 @@ def test_recompute_as_megatrons_flags_say() -> None:
     assert by_two[1] > full[1] > none[1]  # layers are alive again in backward
 
 
+def test_gradients_that_are_added_in_place_leave_placeholders() -> None:
+    """As Transformer Engine adds them; local layers, which cannot, keep the largest gradient on its way."""
+
+    def sizes(options: ActivationOptions, **fields: Any) -> Any:
+        return trainer_memory(DENSE, TrainerLayout(1), BatchOptions(64, 1), BF16, options, fields)
+
+    local, fusion = replace(FUSED, impl="local"), {"gradient_accumulation_fusion": True}
+    assert sizes(FUSED) != sizes(FUSED, **fusion)
+    assert sizes(local) == sizes(local, **fusion)
+
+
 def test_a_busy_experts_rank_keeps_more() -> None:
     layout, uneven = TrainerLayout(8, ep=8), replace(FUSED, imbalance=1.5)
     (kinds,) = set(kinds_of(QWEN3_30B, range(48)))

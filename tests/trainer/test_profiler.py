@@ -73,6 +73,14 @@ def test_the_memory_and_nsys(asked: list[tuple[object, ...]], tmp_path: Path) ->
     assert asked == [("start",), ("wait",), ("stop",)], "the kernels have ended before the profile does"
 
 
+def test_torchs_trace_has_the_gpus_kernels(asked: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[list[torch.profiler.ProfilerActivity]] = []
+    profile = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda *, activities: wanted.append(activities) or profile)
+    Profiled().start_profile("torch")
+    assert wanted == [[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]]
+
+
 # --- Megatron's timers as spans ---
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[Any]:

@@ -10,7 +10,7 @@ function bytesOf(text) {
   return bytes;
 }
 
-// The value that `packing.pack` packed: JSON, deflated, in base64.
+// The value that `step_block.pack` packed: JSON, deflated, in base64.
 async function unpack(text) {
   const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   return JSON.parse(await new Response(stream).text());
