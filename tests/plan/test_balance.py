@@ -109,6 +109,14 @@ def test_a_group_that_does_not_fit_is_taken_apart():
     assert list(map(len, micro[0])) == [1, 1, 1, 1]
 
 
+def test_too_few_bins_hold_nothing():
+    tokens = np.array([5, 5, 5])
+    assert pack(tokens[:, None], COST(tokens), (9,), 2) is None
+    assert len(pack(tokens[:, None], COST(tokens), (9,))) == 3
+    assert pack(tokens[:, None], COST(tokens), (15,)) == [[0, 1, 2]]
+    assert pack_ranks([[], []], np.zeros((0, 1), int), np.zeros(0), (10,)) == [[[]], [[]]], "nothing to train"
+
+
 def test_small_micro_batches_stand_at_both_ends():
     costs = np.array([3.0, 9.0, 1.0, 7.0, 5.0, 2.0])
     ordered = [costs[i] for i in pipeline_order(costs)]

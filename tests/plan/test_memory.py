@@ -136,17 +136,6 @@ def test_recompute_as_megatrons_flags_say() -> None:
     assert by_two[1] > full[1] > none[1]  # layers are alive again in backward
 
 
-def test_gradients_that_are_added_in_place_leave_placeholders() -> None:
-    """As Transformer Engine adds them; local layers, which cannot, keep the largest gradient on its way."""
-
-    def sizes(options: ActivationOptions, **fields: Any) -> Any:
-        return trainer_memory(DENSE, TrainerLayout(1), BatchOptions(64, 1), BF16, options, fields)
-
-    local, fusion = replace(FUSED, impl="local"), {"gradient_accumulation_fusion": True}
-    assert sizes(FUSED) != sizes(FUSED, **fusion)
-    assert sizes(local) == sizes(local, **fusion)
-
-
 def test_a_busy_experts_rank_keeps_more() -> None:
     layout, uneven = TrainerLayout(8, ep=8), replace(FUSED, imbalance=1.5)
     (kinds,) = set(kinds_of(QWEN3_30B, range(48)))
@@ -262,6 +251,14 @@ def test_experts_are_divided_over_devices_where_they_may_be(shape: ModelShape, p
     """Experts with biases stand whole on a rank: as many as there are may go to others."""
     flags = " ".join(flags for flags, _ in changes(Config.from_flat({"actor_num_gpus_per_node": 8}), shape))
     assert {kind for kind in ("model", "tensor") if f"--expert-{kind}-parallel-size 2" in flags} == proposed
+
+
+def test_experts_may_be_divided_by_their_own_tensor_parallelism() -> None:
+    sizes = {"actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 2}
+    config = Config.from_flat({"rollout_batch_size": 8, "num_rollout": 1} | sizes)
+    flags = [flags for flags, _ in changes(config, QWEN3_30B)]
+    assert "--expert-tensor-parallel-size 2" in flags
+    assert not any("--expert-tensor-parallel-size" in flags for flags, _ in changes(config, QWEN3_8B))
 
 
 def test_an_engine_without_room_for_one_sample_and_where_nothing_fits() -> None:
@@ -390,6 +387,14 @@ def test_a_teacher_that_does_not_fit_is_said_with_its_cure(tmp_path: Path) -> No
     assert report(80, **teacher(path)).fits
     lean = report(80, **teacher(path), opd_teacher_server_args={"mem_fraction_static": 0.7})
     assert "of 0.70 of the device" in lean.verdict()
+
+
+def test_both_engines_and_teacher_are_cured(tmp_path: Path) -> None:
+    path = folder(tmp_path / "teacher", LARGE)
+    trained = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 8}
+    made = report(60, shape=shape_from_hf_config(LARGE), rollout_num_gpus=8, **trained, **teacher(path))
+    change = "--rollout-num-gpus-per-engine 2 --opd-teacher-num-gpus-per-engine 2 --opd-teacher-num-gpus 2"
+    assert str(made.change).startswith(change), made.verdict()
 
 
 def test_on_a_cpu_it_is_in_its_nodes_memory(tmp_path: Path) -> None:

@@ -179,6 +179,20 @@ def test_engines_that_only_read_come_after_the_policy_s() -> None:
     assert colocated.is_colocated and colocated.num_bundles == 7
 
 
+@pytest.mark.parametrize(
+    ("values", "roles"),
+    [
+        ({"mode": "eval"}, ["reward-model"]),
+        ({"mode": "reject-sampling"}, ["reward-model"]),
+        ({"debug_rollout_only": True, "use_opd": True}, ["reward-model", "teacher"]),
+        ({"debug_train_only": True, "use_opd": True}, []),
+        ({"mode": "sft"}, []),
+    ],
+)
+def test_modes_that_have_them(values: dict[str, Any], roles: list[str]) -> None:
+    assert list(scorers(plan(**SCORERS | {"use_opd": False} | values))) == roles
+
+
 def test_no_engine_that_reads_spans_two_nodes() -> None:
     """Three nodes of 4: trainers on the first, an engine and one of the reward model's on the second, …"""
     values = {**SCORERS, "num_gpus_per_node": 4, "actor_num_gpus_per_node": 4, "rm_num_gpus": 4}

@@ -211,6 +211,16 @@ def test_no_rank_waits_for_ever_and_none_holds_more_than_planned(case: Case, is_
     assert all(plan.peak_bytes(rank) <= count * bound for rank in range(case.layout.world_size))
 
 
+def test_the_work_is_spread_over_stages_and_expert_ranks() -> None:
+    plan = Case(SHAPES["qwen3_moe"], TrainerLayout(8, tp=2, pp=2, ep=2), 3_000).plan()
+    assert plan.sources == (0, 1, 4, 5), "experts of the second part are on the ranks beside"
+    experts = [b for b in plan.buckets if any(t.expert is not None for t in b.tensors)]
+    assert {b.members for b in experts} == {(0,), (1,), (4,), (5,)}
+    # At any time all are at work: among neighbours in the order every source comes soon.
+    for i in range(0, len(plan.buckets) - 9, 3):
+        assert {b.source for b in plan.buckets[i : i + 10]} == {0, 1, 4, 5}
+
+
 def test_an_engine_that_divides_its_experts_keeps_its_own() -> None:
     tensors = Case(SHAPES["qwen3_moe"], TrainerLayout(1), 1).tensors()
     engine = push.EngineTarget(0, None, "a", (0, 1, 2, 3), ep_size=2)
