@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from fractions import Fraction
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +62,12 @@ def test_orders_differ_by_seed_epoch_and_set() -> None:
     drawn = [take(sequence("a", 30, seed), 60) for seed in itertools.product((0, 1), (0, 1))]
     orders = [order for prompts in drawn for order in (tuple(prompts[:30]), tuple(prompts[30:]))]
     assert all(sorted(order) == sorted(orders[0]) for order in orders) and len(set(orders)) == 8
+
+
+def test_the_first_sets_order_is_that_of_seed_and_epoch_alone() -> None:
+    """So a run over one set goes on as before when a second one is thought of."""
+    wanted = [f"a{i}" for epoch in (0, 1) for i in np.random.default_rng([42, epoch]).permutation(9)]
+    assert take(sequence("a", 9, (42, 0)), 18) == wanted
 
 
 @settings(max_examples=20)

@@ -301,6 +301,17 @@ def test_versions_are_a_list_to_a_hook_and_grow_with_the_sample() -> None:
     assert other.weight_versions == [3, 3, 4]
 
 
+def test_a_copy_counts_its_own_requests() -> None:
+    sample = Sample(apply_chat_template_kwargs={"a": 1})
+    other = copy.copy(sample)
+    other.prefix_cache_info.add({"prompt_tokens": 10})
+    other.spec_info.add({"spec_verify_ct": 2})
+    other.apply_chat_template_kwargs["a"] += 1
+    for one, counts in ((sample, (0, 0, 1)), (other, (10, 2, 2))):
+        cached, verified = one.prefix_cache_info.total_prompt_tokens, one.spec_info.spec_verify_ct
+        assert (cached, verified, one.apply_chat_template_kwargs["a"]) == counts
+
+
 def test_none_in_a_field_of_slime_s_is_its_default() -> None:
     sample = Sample(apply_chat_template_kwargs=None)  # type: ignore[arg-type]
     sample.spec_info = sample.prefix_cache_info = None  # type: ignore[assignment]
