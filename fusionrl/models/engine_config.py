@@ -49,19 +49,19 @@ def pushed_arguments(folder: str | Path, overrides: object) -> dict[str, object]
     """
     try:
         text = read_text_config(folder, "--hf-checkpoint")
-        if is_mxfp4(text):
-            plain = {"quantization_config": None} | json.loads(str(overrides or "{}"))
-            return {"load_format": "dummy", "json_model_override_args": json.dumps(plain)}
-        if (form := form_of(text)) is None or not form.may_turn:
-            return {}
-        # SGLang cannot read experts of a layer in one tensor with outputs before inputs.
-        stored, sizes = stored_tensors(folder), (text["hidden_size"], text["moe_intermediate_size"])
-        down = (place for name, place in places(stored, text).items() if name.endswith(".down_proj.weight"))
-        first = next((place for place in down if place.may_turn), None)
-        is_other = first is not None and not first.turned(sizes, stored[first.name].sizes).is_turned
+        if not is_mxfp4(text):
+            if (form := form_of(text)) is None or not form.may_turn:
+                return {}
+            # SGLang cannot read experts of a layer in one tensor with outputs before inputs.
+            stored, sizes = stored_tensors(folder), (text["hidden_size"], text["moe_intermediate_size"])
+            down = (place for name, place in places(stored, text).items() if name.endswith(".down_proj.weight"))
+            first = next((place for place in down if place.may_turn), None)
+            is_other = first is not None and not first.turned(sizes, stored[first.name].sizes).is_turned
+            return {"load_format": "dummy"} if is_other else {}
     except (OSError, KeyError, ValueError):
         return {}
-    return {"load_format": "dummy"} if is_other else {}
+    plain = {"quantization_config": None} | json.loads(str(overrides or "{}"))
+    return {"load_format": "dummy", "json_model_override_args": json.dumps(plain)}
 
 
 def text_view(folder: str, place: Path, *, is_filled: bool = False) -> str:
