@@ -155,7 +155,8 @@ def _chain(error: BaseException) -> list[BaseException]:
     chain = [error]
     for link in chain:  # which grows meanwhile
         causes = (getattr(link, "cause", None), link.__cause__, link.__context__)
-        chain += [cause for cause in causes if isinstance(cause, BaseException) and cause not in chain]
+        errors = (cause for cause in causes if isinstance(cause, BaseException))
+        chain += [error for error in errors if all(error is not known for known in chain)]
     return chain
 
 
