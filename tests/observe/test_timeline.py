@@ -267,3 +267,11 @@ def test_the_check_wants_phases_to_fill_the_steps(run: Path, capsys: Capsys) -> 
     _driver(run).write_text(text.replace('"generate", 15000000, 6000000', '"generate", 16000000, 5000000'))
     _rows(run, **{"perf/time_generate_s": (5.0, 5.0)})
     assert "phases add up to 8.80 s of the 10.00 s between the first step's row" in _faults(run, capsys)
+
+
+@pytest.mark.parametrize(("error_ns", "said"), [(400_000, ""), (9_000_000, "known within 9.0 ms, and not within 5")])
+def test_the_check_wants_exact_clocks(error_ns: int, said: str, tmp_path: Path, capsys: Capsys) -> None:
+    folder = make_run(tmp_path / "far", far_s=3600.0)
+    record = _driver(folder).read_text()
+    _driver(folder).write_text(record.replace(" 400000]", f" {error_ns}]"))
+    assert (said in _faults(folder, capsys)) if said else not _faults(folder, capsys)

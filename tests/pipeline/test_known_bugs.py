@@ -1,5 +1,6 @@
 """What broke elsewhere, replayed by the name of its report; `test_properties.py` has more of them."""
 
+import math
 import random
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_
     assert world.state.lease == (0, 3) and world.staleness[-2:] == [1, 1]
 
 
+def test_prime_rl_1372_after_a_push_every_free_place_is_filled_at_once() -> None:
+    world = world_of("on-policy", groups_per_fetch=64, num_fetches=3)
+    finish(world, *range(64))
+    assert not world.state.of("running")
+    train(world)
+    assert len(world.state.of("running")) == 64
+
+
 def test_miles_1673_places_are_freed_by_the_sample() -> None:
     world = world_of("async", samples_per_group=4, max_samples_in_flight=8, num_fetches=10, lead=2.0)
     assert sorted(world.state.groups) == [0, 1]
@@ -88,6 +97,18 @@ def test_nemo_rl_2899_the_end_of_the_data_ends_the_run_and_says_so() -> None:
     assert "the data ended after 2 of 10 fetches" in world.stopped.reason
 
 
+def test_miles_2030_engines_that_are_faster_fill_no_queue_with_stale_data() -> None:
+    """What is ready is bounded by the lead, and so is its age."""
+    world = world_of("async-partial", num_fetches=30)
+    most = int((1 + world.knobs.lead) * 2)
+    for _ in range(20):
+        while running := sorted(group.ordinal for group in world.state.of("running")):
+            finish(world, *running)
+        assert len(world.state.groups) <= most
+        train(world)
+    assert max(world.staleness) <= math.ceil(world.knobs.lead) <= world.knobs.max_staleness
+
+
 def test_nemo_rl_3238_a_straggler_wedges_nothing_at_a_resume() -> None:
     """One of its samples was done at the kill; it begins again, and where it never ends another takes its place."""
     world = world_of("async", num_fetches=6, save_interval=1, samples_per_group=2, max_tries=1)
@@ -100,6 +121,16 @@ def test_nemo_rl_3238_a_straggler_wedges_nothing_at_a_resume() -> None:
     world.happen(GroupFailed(0, "its time limit"))
     run(world, random.Random(8))
     assert world.stopped == Stop() and sorted(world.trained) == list(range(1, 13))
+
+
+def test_openrlhf_1322_spare_groups_are_kept_over_a_resume() -> None:
+    world = world_of("stream", spare_groups=4, num_fetches=8, save_interval=1)
+    finish(world, *range(7))
+    train(world)
+    assert world.checkpoint is not None and len(world.state.of("ready", "leased")) == 5
+    world.restart()
+    ready = [group.ordinal for group in world.state.of("ready", "leased")]
+    assert sorted(ready) == [2, 3, 4, 5, 6] and world.state.next_ordinal == 12
 
 
 def test_verl_7759_a_resume_submits_nothing_beside_what_was_submitted() -> None:

@@ -79,6 +79,18 @@ def test_what_is_compiled_does_not_go_by_where_the_checkout_is(tmp_path: Path) -
     assert compiled == files
 
 
+def test_a_torch_index_that_does_not_answer(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was named is a mistake; PyTorch's own is passed over, and the line says what comes then."""
+    nowhere = "http://127.0.0.1:9"
+    flags = NOTHING | {"PIP_FIND_LINKS": str(tmp_path), "FUSIONRL_VENV": str(venv)}
+    done = run(**flags, FUSIONRL_TORCH_INDEX=f"{nowhere}/whl/cpu")
+    assert done.returncode == 1 and f"FUSIONRL_TORCH_INDEX={nowhere}/whl/cpu does not answer" in done.stderr
+    monkeypatch.delenv("FUSIONRL_TORCH_INDEX", raising=False)
+    done = run(**flags, https_proxy=nowhere, HTTPS_PROXY=nowhere, no_proxy="", NO_PROXY="")
+    assert done.returncode == 1 and "whl/cpu does not answer: torch comes from where pip looks" in done.stdout
+    assert "CUDA build (5.7 GB)" in done.stdout and "No matching distribution" in done.stderr
+
+
 def test_the_cpu_build_is_looked_for_in_its_index_first(venv: Path, tmp_path: Path) -> None:
     class Index(http.server.BaseHTTPRequestHandler):
         asked: ClassVar[list[str]] = []

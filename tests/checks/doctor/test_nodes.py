@@ -179,3 +179,9 @@ def test_a_folder_that_nobody_gave_is_not_looked_for(monkeypatch: pytest.MonkeyP
 def test_a_node_that_cannot_import_torch() -> None:
     (found,) = nodes.prepare_findings({OWN: "2.13.0", OTHER: RuntimeError("ImportError: libgomp.so.1")})
     assert found.fact == "node 10.0.0.2: torch is not imported (ImportError: libgomp.so.1)"
+
+
+def test_a_clock_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = _findings(monkeypatch, now=TimeoutError("no answer within 120 s"))
+    assert found["clock"].status == "warning" and "10.0.0.2 does not tell its time" in found["clock"].fact
+    assert asked.count("now of 1") == 1
