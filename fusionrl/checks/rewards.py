@@ -54,7 +54,7 @@ def label_check(config: Config, eval_set: EvalSet | None = None, budget_s: float
     """
     reward, rollout = config.reward, config.rollout
     generate_path, rm_type, rm_path = rollout.custom_generate_function_path, reward.rm_type, reward.custom_rm_path
-    is_own = has_own_source(config) or has_own_rollout(config) or config.run.load_debug_rollout_data is not None
+    is_own = has_own_source(config) or has_own_rollout(config) or bool(config.run.load_debug_rollout_data)
     if eval_set is not None:
         generate_path = eval_set.custom_generate_function_path
         rm_type, rm_path = eval_set.rm_type, eval_set.custom_rm_path
