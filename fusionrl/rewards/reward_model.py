@@ -10,12 +10,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
-from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.answers import AnswerError, score
 from fusionrl.engines.http import auth_headers, post
-from fusionrl.models.engine_config import read_scorer, same_tokens
 from fusionrl.rewards.reward_call import LostReward
 
 MAX_IN_FLIGHT = 64  # requests at each engine: enough to fill its batches, few enough to be answered in time
@@ -56,6 +53,8 @@ def input_ids(args: Namespace, sample: Sample) -> list[int]:
     ValueError if there is nothing to read, for a token that the reward model has not, or for a conversation that its
     template refuses.
     """
+    from fusionrl.models.engine_config import read_scorer, same_tokens  # not for `remote_rm`, whose process waits
+
     model = read_scorer(args.rm_model, "--rm-model")
     reads_tokens = args.rm_input == "auto" and same_tokens(args.hf_checkpoint, args.rm_model)
     if args.rm_input == "tokens" or reads_tokens:
@@ -72,6 +71,9 @@ def input_ids(args: Namespace, sample: Sample) -> list[int]:
 
 
 def _conversation(folder: str, sample: Sample) -> list[int]:
+    from fusionrl.data.render import render_messages
+    from fusionrl.data.tokenizer import load_tokenizer
+
     prompt = sample.messages or sample.prompt
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     tokenizer = load_tokenizer(folder)
