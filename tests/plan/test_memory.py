@@ -23,6 +23,7 @@ from fusionrl.plan.memory.trainer import (
     KEPT_BYTES,
     BatchOptions,
     block_sizes,
+    head_bytes,
     in_flight,
     trainer_memory,
 )
@@ -148,6 +149,7 @@ def test_the_loss_never_keeps_all_logits() -> None:
     width, num_kept = block_sizes(8192, 2048, 151936)
     assert 4 * 8192 * width == 2 * BLOCK_BYTES  # a block is as wide as the hidden states
     assert 4 * 8192 * width * num_kept == KEPT_BYTES
+    assert head_bytes(BatchOptions(8192, 1), QWEN3_30B, 151936, FUSED)[0] < 0.2 * GIB
     custom = BatchOptions(8192, 1, whole_logits=True)
     (stage,) = trainer_memory(QWEN3_30B, TrainerLayout(1), custom, BF16, FUSED, {})
     assert stage.head > 4 * 8192 * 151936

@@ -23,6 +23,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.engine import engine_memory, prefill_chunk, seeing_fraction, static_fraction
 from fusionrl.plan.plan import plan_errors
 from fusionrl.plan.trained_parts import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
+from fusionrl.plan.trainers import auxiliary_config
 from tests.tiny_vision import config_of, raw_config
 
 SEES = {"multimodal_keys": {"image": "images"}}
@@ -100,6 +101,18 @@ def test_patterns_that_cannot_be(freeze: list[str], only: list[str], message: st
     flags = {"freeze_params_name_list": freeze, "only_train_params_name_list": only}
     (error,) = errors_of(shape_of("qwen3_vl"), TrainerLayout(1), **flags)
     assert message in error
+
+
+def test_all_flags_are_named_by_which_nothing_is_left_to_train() -> None:
+    only = [r"visual\.merger"]
+    (error,) = errors_of(shape_of("qwen3_vl"), TrainerLayout(1), freeze_vision=True, only_train_params_name_list=only)
+    assert error == "--only-train-params-name-list and --freeze-vision: no parameter is left to train"
+
+
+def test_a_critic_trains_all_of_its_own() -> None:
+    config = Config.from_flat({"freeze_vision": True, "freeze_params_name_list": ["merger"]})
+    own = auxiliary_config(config, "critic").train
+    assert not own.freeze_vision and not own.freeze_params_name_list
 
 
 def test_stages_that_train_nothing_of_a_kind() -> None:
