@@ -49,6 +49,34 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert logged.split(" ", 2)[2] == "trainer-0 INFO my_hook: logged by a hook"
 
 
+def test_lines_of_two_processes_stay_whole(tmp_path: Path) -> None:
+    """A print is one write, with PYTHONUNBUFFERED and within Ray's processes, whose stream is Ray's own."""
+    code = """
+import sys
+if sys.argv[1][0] == "r":
+    from ray._private.utils import Unbuffered
+    sys.stdout = Unbuffered(sys.stdout)
+from fusionrl.observe.logs import write_whole_lines
+write_whole_lines()
+print("ready", file=sys.stderr, flush=True)
+sys.stdin.readline()
+for _ in range(3000):
+    print("printed by " + sys.argv[1])
+"""
+    names, pipe = ("r" * 30, "p" * 30), subprocess.PIPE
+    with (tmp_path / "log").open("a") as log:
+        commands = [[sys.executable, "-u", "-c", code, name] for name in names]
+        started = [subprocess.Popen(command, stdin=pipe, stdout=log, stderr=pipe) for command in commands]
+        for process in started:
+            process.stderr.readline()
+        for process in started:
+            process.stdin.write(b"go\n")
+            process.stdin.close()
+        assert [process.wait() for process in started] == [0, 0]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(set(lines)) == [f"printed by {name}" for name in sorted(names)] and len(lines) == 6000
+
+
 def test_ours_everywhere_theirs_in_the_file(tmp_path: Path) -> None:
     lines: list[str] = []
     file = tmp_path / "logs" / "driver.log"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
-from fusionrl.observe.timeline.records import read_attempt
+from fusionrl.observe.timeline.records import read_attempt, steps_of
 from fusionrl.observe.timeline.report import driver_shares, pools, summarize_steps
 from tests.observe.timeline_runs import WALL_NS, Process, S, make_run
 from tests.observe.trace_format import faults
@@ -275,3 +275,12 @@ def test_the_check_wants_exact_clocks(error_ns: int, said: str, tmp_path: Path, 
     record = _driver(folder).read_text()
     _driver(folder).write_text(record.replace(" 400000]", f" {error_ns}]"))
     assert (said in _faults(folder, capsys)) if said else not _faults(folder, capsys)
+
+
+def test_a_late_reward_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    buffer = Process(run, "buffer", 2)
+    buffer.sample(28, [("turn", 5.1, 5.2, {}), ("reward", 5.2, 10.6, {})])
+    recorded = read_attempt(run, 1)
+    first, _ = summarize_steps(recorded, steps_of(run, recorded))
+    assert first.bound == "generation (60 %), most of it for sample 28: all wait for its reward"

@@ -50,6 +50,20 @@ def test_buckets(sizes: list[tuple[int, torch.dtype]], max_bytes: int) -> None:
         assert size + right[0][1].nbytes > max_bytes or size % right[0][1].element_size()
 
 
+def test_one_bucket_of_tensors_is_alive_at_a_time() -> None:
+    """The next tensor is gathered only when the bucket before has been handed over."""
+    gathered: list[int] = []
+
+    def tensors() -> Any:
+        for i in range(6):
+            gathered.append(i)
+            yield str(i), torch.zeros(10)
+
+    made = buckets(tensors(), max_bytes=80)
+    next(made)
+    assert gathered == [0, 1, 2]
+
+
 @pytest.mark.parametrize("limit", [1, 15, 50, 200])
 def test_what_an_engine_joins_comes_in_one_bucket(limit: int) -> None:
     """SGLang drops a q_a_proj whose kv_a_proj_with_mqa comes with another request."""
