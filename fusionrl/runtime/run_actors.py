@@ -170,7 +170,7 @@ class Actors:
         return None if self._watchdog is None else self._watchdog.ended_by(error)
 
     def _find_death(self, error: BaseException) -> RuntimeError | None:
-        if self._in_process or not self._launcher.is_running:  # without Ray nobody can be asked
+        if self._in_process or not self._launcher.is_running:  # without Ray no actor can be questioned
             return None
         # These name their cause: a user's mistake, a user's function, a server that ended.
         if isinstance(root_cause(error), ValueError | HookError | ChildExited):

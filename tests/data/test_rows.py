@@ -114,4 +114,4 @@ def test_a_key_that_stands_twice_is_found_however_it_is_written(line: str, tmp_p
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"a": 1}}\n{line}\n{{"a": 2}}\n', encoding="utf-8")
     first, bad, last = (row for _, row in scan_rows(str(path), ""))
-    assert (first, last) == ({"a": 1}, {"a": 2}) and isinstance(bad, ValueError), "reading goes on behind it"
+    assert (first, last) == ({"a": 1}, {"a": 2}) and isinstance(bad, ValueError), "reading continues behind it"
