@@ -16,6 +16,10 @@ from fusionrl.runtime.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
+METRICS = """
+eval/failed | evaluations | 1 where the engines of the evaluation died (--eval-num-gpus), and it has no other result.
+    | --use-fault-tolerance
+"""
 _MOST_TRIES = 3
 _WAS_DUE = "perf/time_wait_eval_s"  # in the row of a step that engines of an evaluation got the weights of
 
