@@ -6,8 +6,8 @@
     '''
 
 A line has name, unit, meaning and, where it is not reported by every run, with what; lines that continue one are
-indented. `<set>`, `<k>`, … in a name match any text. The declarations are read from the source, so nothing is
-imported. After a change: `python -m fusionrl.cli metrics > docs/reference/metrics.md`.
+indented. `<set>`, `<k>`, … in a name match any text; `{train,critic}/lr` declares both names. The declarations are read
+from the source, so nothing is imported. After a change: `python -m fusionrl.cli metrics > docs/reference/metrics.md`.
 """
 
 import re
@@ -19,6 +19,7 @@ from fusionrl.observe.metrics import RESERVED_KEYS
 
 _PACKAGE = Path(__file__).parents[1]
 _DECLARED = re.compile(r'^METRICS = """\n(.*?)^"""$', re.MULTILINE | re.DOTALL)
+_SAME = re.compile(r"\{(.*)\}(.*)")  # several beginnings of a name
 _HOLE = re.compile(r"<\w+>")
 # Section of the page → how names in it begin; the longest beginning counts.
 SECTIONS = {
@@ -85,7 +86,9 @@ def declared(source: str, path: str) -> Iterator[tuple[str, Entry]]:
         for text in re.split(r"\n(?! )", block.strip()):
             name, *cells = " ".join(text.split()).split(" | ")
             assert len(cells) in (2, 3), f"{path}, METRICS: expected name | unit | meaning (| when), not {text!r}"
-            yield name, Entry(_section_of(name), cells[0], cells[1], "".join(cells[2:]), path)
+            starts, rest = found.groups() if (found := _SAME.fullmatch(name)) else ("", name)
+            for full in (start + rest for start in starts.split(",")):
+                yield full, Entry(_section_of(full), cells[0], cells[1], "".join(cells[2:]), path)
 
 
 def read_glossary() -> dict[str, Entry]:

@@ -68,33 +68,15 @@ METRICS = """
 train/mtp_loss | nats | Mean of -log p over trained tokens and layers of multi-token prediction: how well drafts
     foresee what the policy writes. Without --mtp-loss-scaling-factor, and no part of train/loss; train/grad_norm
     counts the gradients of these layers. | --enable-mtp-training
-train/lr | rate | Learning rate, mean over the optimizer steps.
-train/grad_norm | norm | L2 norm of the whole gradient before --clip-grad, mean over the optimizer steps.
-train/skipped | steps | Optimizer steps that were skipped because a loss or a gradient was not finite.
-train/num_tokens | tokens | Tokens that were trained on, all steps together.
-train/num_samples | samples | Attempts of the optimizer steps: what the loss divides by with --loss-aggregation
-    sequence_mean and constant. Attempts without a trained token count; several samples that share a rollout_id are
-    one.
-train/masked_samples | samples | Of these, attempts without a trained token: removed by a filter, failed, or masked
-    throughout.
-critic/lr | rate | Learning rate, mean over the optimizer steps.
-critic/grad_norm | norm | L2 norm of the whole gradient before --clip-grad, mean over the optimizer steps.
-critic/skipped | steps | Optimizer steps that were skipped because a loss or a gradient was not finite.
-critic/num_tokens | tokens | Tokens that were trained on, all steps together.
-critic/num_samples | samples | Attempts of the optimizer steps: what the loss divides by with --loss-aggregation
-    sequence_mean and constant. Attempts without a trained token count; several samples that share a rollout_id are
-    one.
-critic/masked_samples | samples | Of these, attempts without a trained token: removed by a filter, failed, or masked
-    throughout.
-prm/lr | rate | Learning rate, mean over the optimizer steps.
-prm/grad_norm | norm | L2 norm of the whole gradient before --clip-grad, mean over the optimizer steps.
-prm/skipped | steps | Optimizer steps that were skipped because a loss or a gradient was not finite.
-prm/num_tokens | tokens | Tokens that were trained on, all steps together.
-prm/num_samples | samples | Attempts of the optimizer steps: what the loss divides by with --loss-aggregation
-    sequence_mean and constant. Attempts without a trained token count; several samples that share a rollout_id are
-    one.
-prm/masked_samples | samples | Of these, attempts without a trained token: removed by a filter, failed, or masked
-    throughout.
+{train,critic,prm}/lr | rate | Learning rate, mean over the optimizer steps.
+{train,critic,prm}/grad_norm | norm | L2 norm of the whole gradient before --clip-grad, mean over the optimizer steps.
+{train,critic,prm}/skipped | steps | Optimizer steps that were skipped because a loss or a gradient was not finite.
+{train,critic,prm}/num_tokens | tokens | Tokens that were trained on, all steps together.
+{train,critic,prm}/num_samples | samples | Attempts of the optimizer steps: what the loss divides by with
+    --loss-aggregation sequence_mean and constant. Attempts without a trained token count; several samples that share a
+    rollout_id are one.
+{train,critic,prm}/masked_samples | samples | Of these, attempts without a trained token: removed by a filter, failed,
+    or masked throughout.
 """
 
 
