@@ -8,15 +8,35 @@ may change the stacks meanwhile, and the process may crash. Standard library alo
 
 import ctypes
 import faulthandler
+import functools
 import os
 import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _MOST = 1 << 20
 """Linux opens no more by default (fs.nr_open), and programs that walk all numbers up to a larger limit take minutes."""
+
+
+def made_once(make: Callable[P, T]) -> Callable[P, T]:
+    """Let each call of `make` with equal arguments return one object, also calls that begin at the same moment.
+
+    `functools.cache` alone makes two then; a second pool, or event loop, would live as long as the process.
+    """
+    lock, cached = threading.Lock(), functools.cache(make)
+
+    @functools.wraps(make)
+    def get(*args: P.args, **kwargs: P.kwargs) -> T:
+        with lock:
+            return cached(*args, **kwargs)  # type: ignore[arg-type]  # the cache takes what can be hashed
+
+    return get
 
 
 def most_open_files() -> int:

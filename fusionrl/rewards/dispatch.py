@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeGuard
 
 import numpy as np
 
+from fusionrl.base.process import made_once
 from fusionrl.config.hooks import register_hooks
 from fusionrl.config.user_code import HookError
 from fusionrl.data.sample import REWARD_LOST, Sample
@@ -184,20 +185,15 @@ def metadata_entries(samples: Sequence[Sample], name: str) -> list[dict[str, obj
     return entries
 
 
+@made_once
 def reward_pool(num_processes: int) -> RewardPool:
-    """The pool of this process; its processes are started when there is something to score."""
-    with _lock:  # a rollout and an evaluation may be the first at once, and have the same
-        return _pool(num_processes)
-
-
-@functools.cache
-def _pool(num_processes: int) -> RewardPool:
+    """The pool of this process, of rollouts and evaluations; its processes start when there is something to score."""
     from fusionrl.rewards.pool import RewardPool
 
     return RewardPool(num_processes)
 
 
-@functools.cache
+@made_once
 def _thread() -> ThreadPoolExecutor:
     """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
     return ThreadPoolExecutor(1, thread_name_prefix="reward")

@@ -7,11 +7,12 @@ bound to a loop (connections, a semaphore) are made for each loop, and end with 
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TypeVar
+
+from fusionrl.base.process import made_once
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ def run(coroutine: Coroutine[object, object, T]) -> T:
     return asyncio.run_coroutine_threadsafe(coroutine, process_loop()).result()
 
 
-@functools.cache
+@made_once
 def process_loop() -> asyncio.AbstractEventLoop:
     """Return that loop, which runs in a thread of its own."""
     loop = asyncio.new_event_loop()

@@ -1,6 +1,8 @@
 """What a process sets of itself: freed memory that is kept or given back, and its limit of open files."""
 
 import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -82,3 +84,21 @@ def test_no_limit_is_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert process.most_open_files() == 1 << 20
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert process.most_open_files() == 4096
+
+
+def test_threads_that_ask_at_once_get_one_object() -> None:
+    begun, is_second = threading.Event(), threading.Event()
+
+    @process.made_once
+    def make(name: str) -> object:
+        if begun.is_set():
+            is_second.set()
+        begun.set()
+        is_second.wait(0.5)  # a second maker has that long to come in
+        return object()
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(make, "a")
+        assert begun.wait(60)
+        assert threads.submit(make, "a").result(60) is first.result(60) is make("a")
+    assert not is_second.is_set() and make("b") is not make("a")
