@@ -14,7 +14,7 @@ from fusionrl.buffer.actor import BufferActor
 from fusionrl.buffer.stream import LoopThread, check_bound
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
-from fusionrl.observe.rollouts import list_rollouts
+from fusionrl.observe.rollouts import rollout_of_step
 from fusionrl.pipeline.knobs import Knobs
 from tests.own_process import wait_until
 
@@ -45,8 +45,8 @@ class Streaming:
             self.in_flight.append(len(self.hooks["IN_FLIGHT"]))
             self.hooks["VERSION"][0] = self.step
             asyncio.run(self.buffer.weights_pushed(self.step))
-        newest = max(list_rollouts(self.buffer.run_dir), key=lambda found: found.path.stat().st_mtime_ns)
-        rows = [json.loads(line) for line in newest.path.read_text().splitlines()]
+        written = rollout_of_step(Path(self.buffer.run_dir), self.step).path
+        rows = [json.loads(line) for line in written.read_text().splitlines()]
         if knobs:
             every = knobs.fetches_per_push
             versions = {version for row in rows for version in row.get("weight_versions") or []}

@@ -158,10 +158,11 @@ def test_requests_that_run_at_a_push_keep_their_version(two: Served) -> None:
     for number, answer in enumerate(answers):
         info, prompt = answer["meta_info"], PROMPTS[number % len(PROMPTS)]
         assert info["weight_versions"] == [{"version": "3", "start": 0, "end": 200 + number}]
-        wanted = log_probs(
-            two.models[f"{('policy', 'math')[number % 2]}@3"], [*prompt, *answer["output_ids"]], len(prompt)
-        )
-        np.testing.assert_allclose([entry[0] for entry in info["output_token_logprobs"]], wanted, atol=2e-5)
+        name, tokens = ("policy", "math")[number % 2], [*prompt, *answer["output_ids"]]
+        of_3, of_4 = (log_probs(two.models[f"{name}@{version}"], tokens, len(prompt)) for version in (3, 4))
+        found = np.array([entry[0] for entry in info["output_token_logprobs"]])
+        # fp32 of some thousand tokens in batches of other sizes; another version is a thousand times as far.
+        assert np.abs(found - of_3).max() < 1e-4 and np.abs(found - of_4).max() > 0.1
     _settle(two, "policy@4", "math@4")
 
 
