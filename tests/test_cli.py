@@ -12,6 +12,7 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.cli.device import detect_device
+from fusionrl.config import upstream_flags
 from tests.observe.view_runs import sample, write_run
 from tests.own_process import run_code
 
@@ -122,6 +123,7 @@ def test_the_first_error_comes_at_once(good: list[str]) -> None:
 def test_a_command_line_is_checked_without_the_stack(good: list[str], tmp_path: Path) -> None:
     """Neither what shows a run, nor checking the flags, nor any of the pure rooms loads ray, torch or sglang."""
     run = write_run(tmp_path / "run", [[sample(0)]])
+    upstream_flags.sglang_parser()  # now the file with SGLang's flags is there
     program = f"""
 import importlib, pkgutil, sys
 from fusionrl.observe import curves, logs, metrics, progress, rollouts, run_dir
@@ -129,7 +131,7 @@ assert not {{"numpy", "matplotlib"}} & set(sys.modules)
 from fusionrl import cli
 assert cli.main(["view", {str(run)!r}]) == 0 and "pydantic" not in sys.modules
 from fusionrl.cli.resolve import resolve
-resolve({good!r})
+assert resolve({[*good, "--sglang-max-running-requests", "7"]!r})[0].passthrough.sglang
 for room in ("config", "plan", "data", "rewards"):
     package = importlib.import_module("fusionrl." + room)
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):

@@ -11,7 +11,7 @@ from typing import Any
 
 from fusionrl.config.hooks import load_function
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.types import RolloutFnTrainOutput
+from fusionrl.rollout.types import RolloutAborted, RolloutFnTrainOutput
 
 _FILE = Path(__file__).with_name("stream_hooks.py")
 answer, odd_prompts = (load_function(f"{_FILE}:{name}") for name in ("answer", "odd_prompts"))  # as the tests have them
@@ -92,7 +92,11 @@ class Worker:
         under_way: set[asyncio.Task[None]] = set()
         while not self.ends.is_set():
             while len(under_way) < self.size:
-                groups = _noted(self.data_source.get_samples(1))
+                try:
+                    groups = _noted(self.data_source.get_samples(1))
+                except RolloutAborted:  # the run ends
+                    self.ends.set()
+                    break
                 if not groups:
                     break
                 under_way |= {asyncio.create_task(self._one(group)) for group in groups}

@@ -58,6 +58,12 @@ def test_a_tokenizer_needs_no_models_and_models_come_when_they_are_asked_for(tin
     _run(_LIGHT + _IMPORT + _NO_MODELS + _MODELS, tiny_model)
 
 
+def test_a_version_of_transformers_that_takes_other_names_imports_all_that_it_wants(tiny_model: Path) -> None:
+    """It finds no function of its own in a stand-in."""
+    other_names = "from fusionrl.data import tokenizer\ntokenizer._CALLED = dict.fromkeys(tokenizer._CALLED, ())\n"
+    _run(_LIGHT + other_names + _IMPORT + 'assert "transformers.generation.utils" in sys.modules\n', tiny_model)
+
+
 def test_two_threads_that_leave_torch_out_put_the_usual_function_back(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType(tokenizer._CONFIG)
     vars(module)["is_torch_available"] = usual = lambda: True

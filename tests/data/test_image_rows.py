@@ -227,6 +227,7 @@ def test_hooks_see_slimes_shape(sample: Sample) -> None:
     inputs = copied.multimodal_inputs
     assert inputs is not None and list(inputs) == ["images", "videos"] and isinstance(inputs["images"], list)
     refs = [image for _, image in sample.image_spans]
+    assert all(image is ref for (_, image), ref in zip(copied.image_spans, refs, strict=True)), "siblings share them"
     assert [np.asarray(image).shape for image in inputs["images"]] == [(ref.height, ref.width, 3) for ref in refs]
     train = copied.multimodal_train_inputs
     assert train is not None and train["image_grid_thw"].tolist() == [[1, 4, 6], [1, 2, 2]]

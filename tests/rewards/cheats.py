@@ -267,6 +267,26 @@ def f(x): return 2
     "is nested too deeply to compile": "f = " + "(" * 5000 + "2" + ")" * 5000,
 }
 
+# What these do happens where a program reads its input and prints; the others are at a function's call.
+AS_PROGRAMS = {
+    "reads its arguments and environment",
+    "reads its input again",
+    "asks the loaded modules",
+    "listens to audit events",
+    "exits",
+    "has no error that ends it",
+    "leaves modules for the next run",
+    "prints from atexit",
+    "prints from a thread",
+    "floods its output",
+    "prints no UTF-8",
+    "prints a signalling NaN",
+    "ends by a signal without a name",
+    "crashes",
+    "has a null byte",
+    "is nested too deeply to compile",
+}
+
 # Tests that a judge can run to their end without a question to the program, and programs that must not pass them.
 FEW_QUESTIONS = [
     "assert callable(f) and f is not None",

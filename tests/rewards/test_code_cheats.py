@@ -15,7 +15,7 @@ from fusionrl.rewards.plain_data import wire_of
 from fusionrl.rewards.registry import REASONS
 from fusionrl.rewards.reward_call import RewardSettings, call_reward
 from fusionrl.sandbox import SandboxError
-from tests.rewards.cheats import CHEATS, EXPECTED, FEW_QUESTIONS, LABELS, NO_ANSWER
+from tests.rewards.cheats import AS_PROGRAMS, CHEATS, EXPECTED, FEW_QUESTIONS, LABELS, NO_ANSWER
 
 
 def block(source: str) -> str:
@@ -34,8 +34,9 @@ def forms_of(name: str) -> list[str]:
 
     Of both forms that need a judge, `check` shows the program more of the label.
     """
-    is_odd = name.startswith(("equals", "is a", "claims", "answers", "replaces", "defines", "says", "writes"))
-    return [form for form in LABELS if form != "judged"] if is_odd else ["check", ("assert", "input")[len(name) % 2]]
+    if name.startswith(("equals", "is a", "claims", "answers", "replaces", "defines", "says", "writes")):
+        return [form for form in LABELS if form != "judged"]
+    return ["check", "input" if name in AS_PROGRAMS else "assert"]
 
 
 @pytest.mark.parametrize("name", CHEATS)

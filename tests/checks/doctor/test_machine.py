@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -201,6 +202,15 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     used = SimpleNamespace(used=70 * GIB, total=80 * GIB)
     _nvml(monkeypatch, nvmlDeviceGetComputeRunningProcesses=running, nvmlDeviceGetMemoryInfo=used)
     assert "70.0 of 80.0 GiB are in use by processes 4242" in one(gpu_findings(), "warning").fact
+
+
+def test_nvml_is_shut_down_as_often_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    opened = {name: partial(calls.append, name) for name in ("nvmlInit", "nvmlShutdown")}
+    for count in (1, _unknown):
+        _nvml(monkeypatch, **opened, nvmlDeviceGetCount=count)
+        gpu_findings()
+    assert calls == ["nvmlInit", "nvmlShutdown"] * 2
 
 
 def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
