@@ -9,6 +9,7 @@ import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.launch import metrics_of, run, undocumented_files
+from tools.family_loops import make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -23,14 +24,27 @@ def log_probs(rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def test_training_goes_on_during_an_evaluation(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
-    folder, final = tmp_path / "run", tmp_path / "final"
+    """The model is gemma3_text, whose attention looks back over a window."""
+    folder, model, final = tmp_path / "run", tmp_path / "model", tmp_path / "final"
+    make_model("gemma3_text", task, model)
     (tmp_path / "eval.yaml").write_text(
         "eval:\n  datasets:\n    - name: held\n"
         f"      path: {task / 'eval.jsonl'}\n      temperature: 0\n      n_samples_per_eval_prompt: 1\n"
         "      custom_generate_function_path: tests/e2e/hooks.py:late\n"
     )
     sets = ["--eval-config", str(tmp_path / "eval.yaml")]
-    flags = [*rl_flags, *sets, "--run-dir", str(folder), "--pipeline", "async", "--num-rollout", "5"]
+    flags = [
+        *rl_flags,
+        *sets,
+        "--hf-checkpoint",
+        str(model),
+        "--run-dir",
+        str(folder),
+        "--pipeline",
+        "async",
+        "--num-rollout",
+        "5",
+    ]
     flags += ["--eval-interval", "3", "--skip-eval-before-train", "--eval-num-gpus", "1", "--verify-weights", "always"]
     run([*flags, "--save-hf", str(final)], tmp_path)
 

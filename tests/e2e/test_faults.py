@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e import holds
 from tests.e2e.launch import Launched, launch, metrics_of, samples_of_step
+from tools.family_loops import make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -27,12 +28,16 @@ def _server_of(scheduler: int) -> int:
     return next(parent.pid for parent in parents if "fusionrl.engines.launch_server" in " ".join(parent.cmdline()))
 
 
-def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> None:
-    """Two of three rollouts lose an engine, and no sample: one is killed, one hangs. Each is back with the weights."""
-    folder = tmp_path / "run"
+def test_a_round_outlives_its_engines(task: Path, rl_flags: list[str], tmp_path: Path) -> None:
+    """Two of three rollouts lose an engine, and no sample: one is killed, one hangs. Each is back with the weights.
+
+    The model is qwen3_5_moe, with delta nets and experts: an engine computes the states of a taken over answer again.
+    """
+    folder, model = tmp_path / "run", tmp_path / "model"
+    make_model("qwen3_5_moe", task, model)
     with launch(
         [*rl_flags, "--rollout-num-gpus", "2", "--num-rollout", "3", "--run-dir", str(folder), "--no-save"]
-        + ["--rollout-batch-size", "4"]
+        + ["--rollout-batch-size", "4", "--hf-checkpoint", str(model)]
         + ["--use-fault-tolerance", "--stream-responses", "--verify-weights", "always"]
         + ["--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "15"]
         + ["--rollout-ignore-eos", "--rollout-max-response-len", str(NUM_TOKENS)]
