@@ -21,6 +21,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl doctor [flags]                               examine machine, model, data, reward; cures
   fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
   fusionrl view [RUN …] [--html FILE] …                 a run as one HTML file; one sample with coloured tokens
+  fusionrl diff RUN_A RUN_B [--weights]                 where two runs part: step, sample, token, metric; flags
   fusionrl timeline [RUN] [--out FILE] …                what each process did, and when, for Perfetto; where time went
   fusionrl track [RUN] --to wandb …                     metrics of a run in a tracker, also of a live run
   fusionrl export FROM OUT [--merge] …                  an adapter as a PEFT folder, or added to its base model
@@ -41,6 +42,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "fusionrl.cli.doctor:run",
     "show": "fusionrl.observe.show:main",
     "view": "fusionrl.observe.view.command:main",
+    "diff": "fusionrl.cli.diff:run",
     "timeline": "fusionrl.observe.timeline.command:main",
     "track": "fusionrl.observe.track:main",
     "export": "fusionrl.cli.export:run",

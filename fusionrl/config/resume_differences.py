@@ -1,4 +1,4 @@
-"""The flags in which a resumed run differs from its earlier part. Pure."""
+"""The flags in which a resumed run differs from its earlier part, or one run from another. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -36,22 +36,30 @@ def as_written(config: Config) -> dict[str, dict[str, object]]:
 def differences(former: Mapping[str, object], config: Config) -> dict[str, str]:
     """Return the flags whose values differ from those of `former`, a run's config.json: name → "--lr 1e-05 -> 0.001".
 
-    Flags of one attempt alone (--log-level and the like) are left out, and so are those that `former` does not know and
-    that have their default.
+    Some lines say what the difference means for a resume. See `flag_differences`.
     """
-    now, defaults = as_written(config), as_written(Config())
+    lines = flag_differences(former, as_written(config))
+    return {name: f"{line} ({_NOTES[name]})" if name in _NOTES else line for name, line in lines.items()}
+
+
+def flag_differences(former: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
+    """Return the flags that differ between two runs' config.json: name → "--lr 1e-05 -> 0.001".
+
+    Flags of one attempt alone (--log-level and the like) are left out. A flag that one of them does not know has its
+    default there.
+    """
+    defaults = as_written(Config())
     lines: dict[str, str] = {}
     for name in FIELDS:
         group = GROUP_OF[name]
-        before = _section(former, group).get(name, defaults[group][name])
-        if name not in _OF_AN_ATTEMPT and before != now[group][name]:
-            note = f" ({_NOTES[name]})" if name in _NOTES else ""
-            lines[name] = f"{flag_of(name)} {_shown(before)} -> {_shown(now[group][name])}{note}"
-    passed_before = _section(former, "passthrough")
-    for kind, passed in now["passthrough"].items():
+        before, after = (_section(run, group).get(name, defaults[group][name]) for run in (former, now))
+        if name not in _OF_AN_ATTEMPT and before != after:
+            lines[name] = f"{flag_of(name)} {_shown(before)} -> {_shown(after)}"
+    passed = [_section(run, "passthrough") for run in (former, now)]
+    for kind in sorted(passed[0].keys() | passed[1].keys()):
         if kind == "slime":
             continue  # they change nothing, or say what config.json says
-        old, new = _section(passed_before, kind), passed if isinstance(passed, dict) else {}
+        old, new = (_section(flags, kind) for flags in passed)
         prefix = f"--{kind}-" if kind in ("sglang", "router") else "--"
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):

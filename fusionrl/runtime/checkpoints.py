@@ -114,7 +114,7 @@ class Checkpoints:
     def latest(self) -> Checkpoint | None:
         """The newest finished checkpoint by its name; one without its manifest was never published and does not count.
         Raises ValueError if its manifest is damaged, or of another checkpoint; older ones are not read."""
-        finished = self._finished()
+        finished = self.finished()
         if not finished:
             return None
         try:
@@ -123,7 +123,7 @@ class Checkpoints:
             before = f" to resume from {finished[1].name}" if len(finished) > 1 else ""
             raise ValueError(f"{error}; move {finished[0].name} out of {self.folder}{before}") from error
 
-    def _finished(self) -> list[Path]:
+    def finished(self) -> list[Path]:
         """The folders of all checkpoints that were published, the newest by its name first."""
         names = {path: match for path in self.folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
         published = [path for path in names if os.path.isfile(path / _MANIFEST)]
@@ -161,7 +161,7 @@ class Checkpoints:
         that looks complete. One whose manifest is damaged or of another checkpoint is not counted and not deleted.
         """
         candidates: list[tuple[int, float | None, Path]] = []
-        for path in reversed(self._finished()):
+        for path in reversed(self.finished()):
             try:
                 checkpoint = _read(path)
             except ValueError as error:

@@ -1,0 +1,90 @@
+"""The first tensor in which two folders of weights differ: safetensors files, or Megatron checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint
+from safetensors import safe_open
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fusionrl.models.hf_folder import stored_tensors
+from fusionrl.trainer.safe_load import only_data
+
+_Reader = tuple[list[str], Callable[[str], torch.Tensor]]  # names in order, and what reads one
+
+
+def first_differing_tensor(one: Path, other: Path) -> str | None:
+    """Return in words the first tensor that differs in its bits, sizes or dtype; None if all are equal.
+
+    One tensor of each folder is in memory at a time.
+
+    Raises:
+        ValueError: a folder has no weights, or weights that cannot be read.
+    """
+    (names, read), (other_names, read_other) = _open(one), _open(other)
+    lacking = [(name, other) for name in names if name not in set(other_names)]
+    lacking += [(name, one) for name in other_names if name not in set(names)]
+    if lacking:
+        return f"{lacking[0][0]}: it is not in {lacking[0][1]}"
+    for name in names:
+        if text := tensor_difference(read(name), read_other(name)):
+            return f"{name}: {text}"
+    return None
+
+
+def tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str:
+    """Return in words how two tensors differ; "" where they have the same bits, sizes and dtype."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        kinds = (f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (one, other))
+        return ", ".join(kinds)
+    bits = [tensor.contiguous().flatten().view(torch.uint8).view(one.numel(), -1) for tensor in (one, other)]
+    differing = (bits[0] != bits[1]).any(-1).nonzero().flatten() if one.numel() else torch.empty(0)
+    if not len(differing):
+        return ""
+    place = [int(index) for index in torch.unravel_index(differing[0], one.shape)]
+    values = (tensor.flatten()[differing[0]].item() for tensor in (one, other))
+    return f"{len(differing)} of {one.numel()} elements differ, the first at {place}: {', '.join(map(str, values))}"
+
+
+def _open(folder: Path) -> _Reader:
+    checkpoint = next((path for path in (folder, folder / "trainer") if (path / ".metadata").is_file()), None)
+    return _open_safetensors(folder) if checkpoint is None else _open_checkpoint(checkpoint)
+
+
+def _open_safetensors(folder: Path) -> _Reader:
+    stored = stored_tensors(folder, "weights")
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(stored[name].file, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    return list(stored), read
+
+
+def _open_checkpoint(folder: Path) -> _Reader:
+    """Weights come first, then the optimizer's tensors."""
+
+    def blamed(error: BaseException) -> ValueError:
+        return ValueError(f"checkpoint {folder}: it cannot be read ({str(error).splitlines()[0]:.200})")
+
+    def read(name: str) -> torch.Tensor:
+        part = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype)}
+        try:
+            with only_data():
+                torch.distributed.checkpoint.load(part, storage_reader=FileSystemReader(folder), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise blamed(error) from error
+        return part[name]
+
+    try:
+        with only_data():
+            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise blamed(error) from error
+    sizes = {name: facts for name, facts in stored.items() if isinstance(facts, TensorStorageMetadata)}
+    return sorted(sizes, key=lambda name: name.startswith("optimizer")), read
