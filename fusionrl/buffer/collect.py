@@ -26,8 +26,7 @@ from fusionrl.config.run_parts import DEFAULT_ROLLOUT, has_own_rollout
 from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.plan.plan import Plan
-from fusionrl.rewards.dispatch import score_group
-from fusionrl.rewards.reward_call import RewardSettings
+from fusionrl.rewards.dispatch import RewardSettings, score_group
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.types import (
     Limits,

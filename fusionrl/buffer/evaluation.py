@@ -9,7 +9,6 @@ import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
 from fusionrl.buffer.collect import HookBorder, RolloutFunctions
-from fusionrl.buffer.rollout_report import ACCURATE
 from fusionrl.buffer.rollout_stages import by_adapter
 from fusionrl.buffer.sample_files import write_pictures
 from fusionrl.buffer.train_shards import TrainingSamples, take_shards
@@ -23,7 +22,7 @@ from fusionrl.observe.formats import to_jsonable, write_atomically
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.balance import BatchPlan
 from fusionrl.plan.plan import Plan
-from fusionrl.rewards.dispatch import counting_lost
+from fusionrl.rewards.dispatch import ACCURATE, counting_lost
 from fusionrl.rollout.types import EvalResult, as_eval_output
 
 

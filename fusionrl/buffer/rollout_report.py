@@ -15,14 +15,13 @@ from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, response_mask, trained_amount
 from fusionrl.data.sample_fields import CHANGED, UNKNOWN_VERSION, SpecInfo
-from fusionrl.data.train_batch import attempt_shares, attempts_of
+from fusionrl.data.train_batch import attempts_of
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.formats import as_text, ending, shorten
-from fusionrl.rewards.dispatch import lost_metrics, metadata_entries, reward_metrics
+from fusionrl.rewards.dispatch import EQUAL, lost_metrics, mean_metrics, metadata_entries, reward_metrics
 from fusionrl.rollout.generate_state import TIMED_OUT
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 
-ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
 Report = tuple[dict[str, float], RolloutFacts | None, list[Glimpse]]
 
 
@@ -49,7 +48,7 @@ def report(
     base_metrics = rollout_metrics(samples, raw)
     sets = set_metrics(samples, raw) if len(config.data.prompt_data or []) > 1 else {}
     version = training_version(samples, pushed_version)
-    staleness, distance = token_numbers(samples, version)
+    staleness, distance = token_metrics(samples, version)
     log = border.hook("custom_rollout_log_function_path")
     if log is None or not log(rollout_id, border.args(), samples, metrics, time.monotonic() - since):
         metrics |= base_metrics | distance
@@ -62,12 +61,6 @@ def report(
 
 
 METRICS = """
-rollout/raw_reward | reward | Mean reward as the reward function gave it, before penalties and normalization; 0 for a
-    failed sample.
-rollout/raw_reward_std | reward | Standard deviation of these rewards over the samples.
-rollout/accuracy | share | Share of samples with a raw reward of at least 1.
-rollout/zero_std_groups | share | Share of groups whose raw rewards are all equal: of them nothing is learnt by
-    estimators that compare within a group. Samples without a reward do not count.
 rollout/response_len/mean | tokens | Mean length of the responses, tools' tokens included.
 rollout/response_len/max | tokens | The longest response.
 rollout/truncated_ratio | share | Share of responses that were cut off by the length limit.
@@ -82,9 +75,6 @@ rollout/spec_accept_rate | share | Drafted tokens that the model took, of all th
     (docs/guides/engines.md). | --sglang-speculative-algorithm
 rollout/spec_accept_length | tokens | Mean number of tokens that an engine's forward pass made of a response, the
     drafted ones included. | --sglang-speculative-algorithm
-rollout/<set>/raw_reward | reward | As rollout/raw_reward, of one set. | several --prompt-data
-rollout/<set>/accuracy | share | As rollout/accuracy, of one set. | several --prompt-data
-rollout/<set>/num_samples | samples | Samples of one set. | several --prompt-data
 rollout/opd_reverse_kl | nats | Mean over trained tokens of log p(engine) - log p(teacher): an estimate of KL(policy
     || teacher). | samples with teacher_log_probs
 rollout/staleness/token_mean | rollouts | Staleness of a trained token: rollouts trained between the weights that
@@ -100,37 +90,20 @@ rollout/staleness/samples/<k> | share | Share of samples with staleness k; 8 als
     versions, where there are such samples; k = 0 always
 rollout/staleness/unknown | share | Share of trained tokens whose weight version is not known; the metrics above leave
     them out. | when it happens
-adapter/<name>/raw_reward | reward | As rollout/raw_reward, of the samples of one adapter. | a rollout with samples of
-    it
-adapter/<name>/accuracy | share | As rollout/accuracy, of the samples of one adapter. | a rollout with samples of it
-adapter/<name>/num_samples | samples | Samples of the rollout that one adapter learns from. | a rollout with samples
-    of it
 """
 
 
 def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
-    """Means over the samples of one rollout, those of rewards over its attempts; equal groups; counts."""
-    rewards = np.asarray(raw, np.float64)
-    attempts = attempts_of(samples)
-    shares = attempt_shares(attempts)
-    mean = float(np.average(rewards, weights=shares))
-    group_index = np.array([-1 if s.group_index is None else s.group_index for s in samples])
+    """Metrics of rewards, means over the samples of one rollout, counts."""
     lengths = np.array([s.response_length for s in samples])
-    scored = np.array([not lacks_reward(s) for s in samples], bool)
-    groups = [rewards[(group_index == g) & scored] for g in np.unique(group_index)]
     return {
-        **reward_metrics(samples),
+        **reward_metrics(samples, raw),
         **_occasional_metrics(samples),
-        "rollout/raw_reward": mean,
-        "rollout/raw_reward_std": float(np.sqrt(np.average((rewards - mean) ** 2, weights=shares))),
-        "rollout/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),
         "rollout/response_len/mean": float(lengths.mean()),
         "rollout/response_len/max": float(lengths.max()),
         "rollout/truncated_ratio": float(np.mean([s.status == Status.TRUNCATED for s in samples])),
         "rollout/failed": float(sum(s.status in (Status.FAILED, Status.ABORTED) for s in samples)),
-        "rollout/zero_std_groups": float(np.mean([not g.size or np.ptp(g) < 1e-8 for g in groups])),
-        "rollout/num_samples": float(len(samples)),
-        "rollout/num_attempts": float(len(set(attempts.tolist()))),
+        "rollout/num_attempts": float(len(set(attempts_of(samples).tolist()))),
         "rollout/num_tokens": float(lengths.sum()),
     }
 
@@ -172,18 +145,7 @@ def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, fl
     return out
 
 
-def mean_metrics(name: str, samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
-    """Return `name`/raw_reward, accuracy and num_samples of some samples of a rollout."""
-    rewards, shares = np.asarray(raw, np.float64), attempt_shares(attempts_of(samples))
-    return {
-        f"{name}/raw_reward": float(np.average(rewards, weights=shares)),
-        f"{name}/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),
-        f"{name}/num_samples": float(len(samples)),
-    }
-
-
 _SHOWN = 1000  # characters of a text that go to the driver
-_EQUAL = 1e-8  # rewards closer than this are equal, as in `rollout_metrics`
 
 
 def rollout_facts(
@@ -198,7 +160,7 @@ def rollout_facts(
     for i, sample in enumerate(samples):
         groups.setdefault(sample.group_index, []).append(i)
     scored = {name: [raw[i] for i in members if not lacks_reward(samples[i])] for name, members in groups.items()}
-    equal = [groups[name] for name, values in scored.items() if not values or max(values) - min(values) < _EQUAL]
+    equal = [groups[name] for name, values in scored.items() if not values or max(values) - min(values) < EQUAL]
     judged = [value for values in scored.values() for value in values]
     longest, most = config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
@@ -311,7 +273,7 @@ def training_version(samples: Sequence[Sample], pushed: int | None = None) -> in
     return None if newest == UNKNOWN_VERSION else newest
 
 
-def token_numbers(samples: Sequence[Sample], version: int | None) -> tuple[dict[str, float], dict[str, float]]:
+def token_metrics(samples: Sequence[Sample], version: int | None) -> tuple[dict[str, float], dict[str, float]]:
     """Return metrics over the trained tokens of a rollout: of their staleness, and of the distance to a teacher.
 
     version  `training_version` of the samples

@@ -1,4 +1,4 @@
-"""One rollout, stage after stage: collect or replay → score → report → write → accept → choose → cut.
+"""One rollout, stage after stage: collect or replay → rewards → report → write → accept → choose → cut.
 
 Each stage is a function of the stage before it, in a file of its own; users' functions are called at the borders
 between them. The collection is the only stage that waits for engines.
@@ -14,7 +14,7 @@ import numpy as np
 
 from fusionrl.algorithms.stages import SampleBatch
 from fusionrl.buffer.collect import Collector, HookBorder, limits_of
-from fusionrl.buffer.rollout_report import best_and_worst, mean_metrics, report, training_version
+from fusionrl.buffer.rollout_report import best_and_worst, report, training_version
 from fusionrl.buffer.sample_files import SampleFiles, TrainedSamples, load_samples, save_samples
 from fusionrl.buffer.train_shards import StepStaleness, TrainingSamples, cut
 from fusionrl.config.config import Config
@@ -30,7 +30,7 @@ from fusionrl.observe.spans import phase, span
 from fusionrl.plan.costs import Work
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapter_folders
-from fusionrl.rewards.dispatch import length_reward
+from fusionrl.rewards.dispatch import length_reward, mean_metrics
 from fusionrl.rollout.types import Limits, check_samples
 from fusionrl.rollout.weight_versions import warn_once
 
@@ -106,9 +106,9 @@ class RolloutStages:
         if config.run.save_debug_rollout_data:
             save_samples(config.run.save_debug_rollout_data, rollout_id, samples)
         num_accepted, shards, auxiliary, work = 0, list[Any](), list[Any](), Work()
-        with span("score and report", lane="stages"):
+        with span("rewards and report", lane="stages"):
             divided = by_adapter(samples, self._adapters)
-            parts = {name: score(members, config, border) for name, members in divided.items()}
+            parts = {name: training_rewards(members, config, border) for name, members in divided.items()}
             scored = pooled(list(parts.values()))
             metrics, facts, glimpses = report(rollout_id, scored, metrics, pushed_version, since, config, border)
             if len(self._adapters) > 1:
@@ -180,7 +180,7 @@ def by_adapter(samples: list[Sample], names: Sequence[str]) -> dict[str | None, 
 
 
 def pooled(parts: Sequence[TrainingSamples]) -> TrainingSamples:
-    """Return the samples of several adapters one after the other, as they came from `score`."""
+    """Return the samples of several adapters one after the other, as they came from `training_rewards`."""
     if len(parts) == 1:
         return parts[0]
     samples = [sample for part in parts for sample in part.samples]
@@ -189,7 +189,7 @@ def pooled(parts: Sequence[TrainingSamples]) -> TrainingSamples:
     )
 
 
-def score(samples: list[Sample], config: Config, border: HookBorder) -> TrainingSamples:
+def training_rewards(samples: list[Sample], config: Config, border: HookBorder) -> TrainingSamples:
     """Return the rewards of a rollout's samples; those of --mode sft are 0. HookError, ValueError: it has none."""
     if config.run.mode == "sft":
         zeros = [0.0] * len(samples)

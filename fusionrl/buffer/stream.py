@@ -55,7 +55,7 @@ from fusionrl.pipeline.state import (
     TrainDone,
     Wait,
 )
-from fusionrl.rollout.generate import SampleContext, generate_group
+from fusionrl.rollout.generate import SampleContext, flat_group, generate_group
 from fusionrl.rollout.generate_state import request_counts, rollout_client, sampling_params
 from fusionrl.rollout.sglang_rollout import GroupFilter, open_teacher
 
@@ -354,12 +354,12 @@ class Stream(LoopThread):
 
         context = replace(self._context, on_generated=generated)
         try:
-            samples = await generate_group(context, group, sampling_params(self._args))
+            samples = flat_group(await generate_group(context, group, sampling_params(self._args)))
             failure = why_failed(samples, replaces=self._args.failed_samples == "replace")
             refused = "" if failure else self._filter.refuses(context, samples)
             if not failure and not refused:
                 if self._teacher is not None:
-                    await self._teacher.score(samples)
+                    await self._teacher.add_log_probs(samples)
                 if ordinal in self._live:
                     # By this version the controller has counted on it.
                     check_not_older(samples, self.state.groups[ordinal].born * self.knobs.fetches_per_push)

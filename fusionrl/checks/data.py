@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.imports import quiet
 from fusionrl.checks.images import image_text, usable_columns
-from fusionrl.checks.rewards import label_check
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import reads_prompts
 from fusionrl.data.columns import LOSS_MASK, TOKENS, PromptColumns, holds_tokens
@@ -29,7 +28,6 @@ from fusionrl.data.prompts import (
     placeholder_of,
     prompt_ids,
     render_prompt,
-    rendered_prompt,
     special_tokens_of,
     template_probe,
 )
@@ -122,7 +120,7 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
     total, num_errors, files = 0, len(errors), tokenizer_files(config)
     flags = ("--prompt-data", "--input-key")
     for spec in specs:
-        check = check_set(config, files, spec, columns, flags, vocab_size, label_check(config))
+        check = check_set(config, files, spec, columns, flags, vocab_size, LabelCheck.of_run(config))
         errors += check.errors
         warnings += check.warnings
         total += check.num_rows
@@ -247,7 +245,7 @@ class DataCheck:
         if isinstance(prompt, list) and not columns.apply_chat_template:
             return []  # a user's function makes tokens of it
         assert isinstance(prompt, str | list)
-        text, _, _, left_out = rendered_prompt(prompt, self.tokenizer, columns, tools)
+        text, _, _, left_out = render_prompt(prompt, self.tokenizer, columns, tools)
         findings = [] if left_out is None else [column_finding(columns.input_key, FindingError(left_out))]
         cause = f"the prompt is longer than --rollout-max-prompt-len {columns.max_prompt_len}"
         if is_surely_too_long(text, columns.max_prompt_len):
@@ -385,5 +383,5 @@ def added_tokens(row: Row) -> int:
 
 def count_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> int:
     tools = metadata_and_tools(row, columns)[1]
-    prompt = render_prompt(row[columns.input_key], tokenizer, columns, tools)
+    prompt = render_prompt(row[columns.input_key], tokenizer, columns, tools).text
     return len(tokenizer.encode(prompt, add_special_tokens=False)) + added_tokens(row)

@@ -1,27 +1,22 @@
-"""Checks of rewards, of labels by the built-in reward, of the sandbox, and of reward models and teachers."""
+"""Checks of rewards, of the sandbox, and of reward models and teachers."""
 
 import re
 from collections.abc import Mapping
 
 from fusionrl.checks.model import size_errors
 from fusionrl.config.config import Config
-from fusionrl.config.eval_sets import EvalSet, readable_sets, sees_images
-from fusionrl.config.run_parts import DEFAULT_ROLLOUT, estimator_of, has_own_rollout, has_own_source
+from fusionrl.config.eval_sets import readable_sets, sees_images
+from fusionrl.config.run_parts import estimator_of, has_own_rollout
 from fusionrl.models.engine_config import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.hf_folder import check_weight_files, is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.rewards.registry import LABEL_BUDGET_S, REMOTE, LabelCheck, rm_type_errors, runs_programs
+from fusionrl.rewards.registry import REMOTE, runs_programs
 
 
 def reward_errors(config: Config) -> list[str]:
-    """List what is wrong with the reward of a run and with what is taken off for length."""
+    """List what is wrong with the other flags of a run's reward, and with what is taken off for length."""
     errors: list[str] = []
     reward, longest = config.reward, config.rollout.rollout_max_response_len
-    if reward.rm_type is not None:
-        key = reward.reward_key or ("" if reward.custom_rm_path else None)
-        errors += [
-            f"--rm-type {error}" for error in rm_type_errors(reward.rm_type, reward.rm_model, key, "--reward-key")
-        ]
     url = reward.rm_url
     is_custom = reward.custom_rm_path is not None  # it may read the address from its args
     if (reward.rm_type == REMOTE) != (url is not None) and not (is_custom and url is not None):
@@ -45,30 +40,6 @@ def reward_errors(config: Config) -> list[str]:
         flag = f"--overlong-buffer-len {reward.overlong_buffer_len}"
         errors.append(f"{flag} is longer than --rollout-max-response-len {longest}; lower it")
     return errors
-
-
-def label_check(config: Config, eval_set: EvalSet | None = None, budget_s: float = LABEL_BUDGET_S) -> LabelCheck | None:
-    """Return the check of the labels of --prompt-data, or of an evaluation set; None: no built-in reward grades them.
-
-    A user's generate function, or a sample hook, may give the samples other labels: then problems are warnings.
-    """
-    reward, rollout = config.reward, config.rollout
-    generate_path, rm_type, rm_path = rollout.custom_generate_function_path, reward.rm_type, reward.custom_rm_path
-    is_own = has_own_source(config) or has_own_rollout(config) or bool(config.run.load_debug_rollout_data)
-    if eval_set is not None:
-        generate_path = eval_set.custom_generate_function_path
-        rm_type, rm_path = eval_set.rm_type, eval_set.custom_rm_path
-        is_own = not evaluates_by_default(config)
-    if is_own or rm_path is not None or config.run.mode == "sft":
-        return None
-    is_warning = generate_path is not None or bool(rollout.rollout_sample_hook_path)
-    overrides = None if eval_set is None else eval_set.metadata_overrides
-    return LabelCheck(rm_type, overrides=overrides, is_warning=is_warning, budget_s=budget_s)
-
-
-def evaluates_by_default(config: Config) -> bool:
-    """Return whether the default rollout function evaluates."""
-    return (config.rollout.eval_function_path or config.rollout.rollout_function_path) == DEFAULT_ROLLOUT
 
 
 AGENT = "fusionrl.rollout.agent.generate"

@@ -7,17 +7,16 @@ from typing import Any
 
 from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD
 from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
-from fusionrl.checks.rewards import evaluates_by_default, label_check
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
 from fusionrl.config.hooks import check_hook
 from fusionrl.config.rollout import RolloutGroup
-from fusionrl.config.run_parts import generates
+from fusionrl.config.run_parts import evaluates_by_default, generates
 from fusionrl.data.sample_fields import GREEDY_BELOW
 from fusionrl.plan.layout import sequence_multiple
 from fusionrl.plan.trained_parts import adapter_folders
-from fusionrl.rewards.registry import rm_type_errors
+from fusionrl.rewards.registry import LabelCheck, rm_type_errors
 from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.sglang_rollout import eval_sampling_params
 
@@ -172,7 +171,7 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
             errors.append(f"{where} adapter {eval_set.adapter!r}: {known} (--lora-adapters)")
         columns = prompt_columns(config).of_set(eval_set, eval_set.custom_generate_function_path is not None)
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
-        ask_reward = label_check(config, eval_set)
+        ask_reward = LabelCheck.of_run(config, eval_set)
         check = check_set(config, files, eval_set.path, columns, (flag, key_flag), vocab_size, ask_reward)
         errors += check.errors
         warnings += check.warnings
@@ -190,8 +189,8 @@ def _eval_set_errors(config: Config, eval_set: EvalSet) -> list[str]:
     if evaluates_by_default(config) and eval_set.rm_type is None and eval_set.custom_rm_path is None and not has_own:
         errors.append("it has no reward; give rm_type or custom_rm_path")
     if eval_set.rm_type not in (None, config.reward.rm_type):
-        of_type = rm_type_errors(eval_set.rm_type, config.reward.rm_model, eval_set.reward_key, "reward_key")
-        errors += [f"rm_type {error}" for error in of_type]
+        rm_model, key = config.reward.rm_model, eval_set.reward_key
+        errors += rm_type_errors("rm_type", eval_set.rm_type, rm_model, key, "reward_key")
     if eval_set.max_response_len is None:
         errors.append("it has no max_response_len, and --rollout-max-response-len is not given")
     for field in ("custom_rm_path", "custom_generate_function_path"):

@@ -40,6 +40,7 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.models.shape_claims import claim_errors
 from fusionrl.observe.run_dir import engine_url
 from fusionrl.plan.pipeline_knobs import stream_errors
+from fusionrl.rewards.registry import rm_type_errors
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     quantization = attempt(errors, lambda: checked_quantization(config)) if shape else None
     errors += weight_shape_errors(config)
     vocab_size = shape.vocab_size if shape is not None else None
-    errors += missing_flags(config) + in_process_errors(config) + guest_errors(config) + reward_errors(config)
+    errors += missing_flags(config) + in_process_errors(config) + guest_errors(config)
+    reward = config.reward
+    key = reward.reward_key or ("" if reward.custom_rm_path else None)  # the user's function may return a number
+    errors += rm_type_errors("--rm-type", reward.rm_type, reward.rm_model, key, "--reward-key") + reward_errors(config)
     sandbox = attempt(errors, lambda: sandbox_of_run(config))
     errors += scorer_errors(config, shape)
     hooks = hook_paths(vars(config.to_args()))

@@ -10,13 +10,13 @@ from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.images import image_errors
 from fusionrl.checks.lengths import conversation_limit, file_length_errors
-from fusionrl.checks.rewards import label_check
 from fusionrl.cli import EXIT_USER, refuse
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.data.findings import Finding
 from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.rewards.registry import LabelCheck
 
 _USAGE = """usage: fusionrl data check FILE… [flags]
 
@@ -75,7 +75,7 @@ def _check(argv: Sequence[str]) -> int:
     if errors:
         return refuse(errors)
     vocab_size = shape.vocab_size if shape is not None else None
-    labels = label_check(config, budget_s=math.inf)
+    labels = LabelCheck.of_run(config, budget_s=math.inf)
     check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size, labels)
     if is_sft and shape is not None and (limit := conversation_limit(config, shape)) is not None:
         check.limit = limit.num_tokens, Finding(f"it has more tokens than {limit.name}", hint=limit.cure)

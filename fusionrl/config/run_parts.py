@@ -100,6 +100,11 @@ def has_own_rollout(config: Config) -> bool:
     return config.rollout.rollout_function_path != DEFAULT_ROLLOUT
 
 
+def evaluates_by_default(config: Config) -> bool:
+    """Return whether the default rollout function evaluates."""
+    return (config.rollout.eval_function_path or config.rollout.rollout_function_path) == DEFAULT_ROLLOUT
+
+
 def has_own_source(config: Config) -> bool:
     """Return whether a user's class gives the prompts."""
     return config.data.data_source_path != DEFAULT_SOURCE

@@ -84,7 +84,7 @@ def template_probe(
     def confirm(messages: Messages, tools: object) -> Exception | None:
         try:
             if loss_mask_type is None:
-                left_out = rendered_prompt(messages, load(), columns, tools).left_out
+                left_out = render_prompt(messages, load(), columns, tools).left_out
                 return None if left_out is None else FindingError(left_out)
             else:
                 from fusionrl.data.supervised import MultiTurnLossMaskGenerator
@@ -191,7 +191,7 @@ def _tokenize(
 ) -> bool:
     """Render and tokenize the prompt of a sample; return False, the sample as it was, where it is too long."""
     prompt = sample.prompt
-    text = render_prompt(prompt, tokenizer, columns, tools)
+    text = render_prompt(prompt, tokenizer, columns, tools).text
     if is_surely_too_long(text, columns.max_prompt_len):
         return False
     ids, spans = prompt_ids(text, images, tokenizer, columns)
@@ -239,13 +239,6 @@ def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
 
 
 def render_prompt(
-    prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object = None
-) -> str:
-    """The text of a prompt: by the chat template when asked, as it stands otherwise; raises as `rendered_prompt`."""
-    return rendered_prompt(prompt, tokenizer, columns, tools).text
-
-
-def rendered_prompt(
     prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object = None
 ) -> Rendered:
     """Render a prompt by the chat template when asked, or take it as it stands.

@@ -180,7 +180,7 @@ def extremes(values: Sequence[object] | np.ndarray) -> tuple[float, float]:
     return (numbers.min(), numbers.max()) if numbers.size else (0.0, 0.0)
 
 
-def score(answer: object, field: str = "embedding") -> float:
+def parse_score(answer: object, field: str = "embedding") -> float:
     """The one finite number of what a classifier's `/classify` answers."""
     values = answer.get(field) if isinstance(answer, dict) else None
     value = values[0] if isinstance(values, list) and values else None

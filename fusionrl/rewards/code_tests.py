@@ -1,8 +1,4 @@
-"""Labels of --rm-type code: a test set, as dict or JSON, becomes a list of tests, each of the simplest kind that fits.
-
-Asserts over numbers (`abs(f(2) - 1.5) < 1e-6`) are worked out here: a judge's process (`code.run_test`) costs another
-interpreter. Only numbers of bounded size and operations on them are known; the judge does the rest.
-"""
+"""Labels of --rm-type code: a test set, a dict or its JSON, becomes tests, each of the simplest kind that fits."""
 
 import ast
 import builtins
@@ -15,37 +11,6 @@ from dataclasses import dataclass
 from fusionrl.rewards.plain_data import wire_of
 
 ASK = "__ask__"  # __ask__(n): the n-th answer
-_OPERATORS = (
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd, ast.Not),
-    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE),
-)
-_CALLS = {ASK, "abs", "round", "float", "math.isclose"}
-
-
-def is_numeric(node: ast.expr) -> bool:
-    """Return whether `code.value_of` knows all of it, and Python would need every answer whatever the others are."""
-    match node:
-        case ast.Constant(value=value):
-            return isinstance(value, int | float)
-        case ast.UnaryOp(op=op, operand=operand):
-            return isinstance(op, _OPERATORS) and is_numeric(operand)
-        case ast.BinOp(left=left, op=op, right=right):
-            return isinstance(op, _OPERATORS) and is_numeric(left) and is_numeric(right)
-        case ast.BoolOp(values=values):
-            return all(map(is_numeric, values)) and not any(map(_asks, values[1:]))
-        case ast.Compare(left=left, ops=ops, comparators=comparators):
-            known = all(isinstance(op, _OPERATORS) for op in ops) and not any(map(_asks, comparators[1:]))
-            return known and all(map(is_numeric, [left, *comparators]))
-        case ast.Call(func=func, args=args, keywords=keywords):
-            arguments = [*args, *(keyword.value for keyword in keywords)]
-            return ast.unparse(func) in _CALLS and all(map(is_numeric, arguments))
-    return False
-
-
-def _asks(node: ast.expr) -> bool:
-    return any(isinstance(inner, ast.Name) and inner.id == ASK for inner in ast.walk(node))
-
-
 _BUILTINS = frozenset(dir(builtins))
 _MODULES = dict.fromkeys(sys.stdlib_module_names, "") | {"np": "numpy", "numpy": "", "pd": "pandas", "pandas": ""}
 # Applied to one answer of the program these lose nothing of the test: their argument is not expected of the program.
@@ -97,17 +62,7 @@ class JudgedTest:
     modules: tuple[tuple[str, str], ...]  # (name, module) that the statement takes for granted
 
 
-@dataclass(frozen=True)
-class NumbersTest:
-    """An assert over numbers that the expressions have: `test` with the n-th of them as __ask__(n)."""
-
-    setup: str
-    expressions: tuple[str, ...]
-    test: ast.expr
-    judged: JudgedTest  # the same test, for answers that are not numbers
-
-
-Test = InputTest | CallTest | ExpressionTest | NumbersTest | JudgedTest
+Test = InputTest | CallTest | ExpressionTest | JudgedTest
 
 
 def read_tests(label: object) -> list[Test]:
@@ -196,38 +151,7 @@ def _read_statement(statement: str, setup: str) -> Test:
         if node.value.id in _MODULES and node.value.id not in remote
     }
     used = tuple((name, module) for name, module in modules.items() if name not in setup_names)
-    judged = JudgedTest(program_setup, setup, ast.unparse(rewritten), tuple(sorted(remote)), used)
-    if is_closed and not setup_names & {"abs", "round", "float"} and _has_real_math(setup, setup_names):
-        return _as_numbers(rewritten, remote, judged) or judged
-    return judged
-
-
-def _has_real_math(setup: str, setup_names: frozenset[str]) -> bool:
-    """Return whether `math` is the module: the setup imports it, or does not know the name."""
-    if "math" not in setup_names:
-        return True
-    symbol = symtable.symtable(setup, "setup", "exec").lookup("math")
-    plain = any(
-        isinstance(node, ast.Import) and any(alias.name == "math" and alias.asname is None for alias in node.names)
-        for node in _parse(setup).body
-    )
-    return plain and not symbol.is_assigned()
-
-
-def _as_numbers(tree: ast.Module, remote: frozenset[str], judged: JudgedTest) -> NumbersTest | None:
-    """The test as one over numbers, if it is one assert whose expressions `code.value_of` knows."""
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert) or "math" in remote:
-        return None
-    expressions: list[str] = []
-    test = ast.parse(ast.unparse(tree.body[0].test), mode="eval").body
-    for node in ast.walk(test):
-        match node:
-            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(source)) as constant]) if name == ASK:
-                constant.value = len(expressions)
-                expressions.append(source)
-    if not expressions or not is_numeric(test):
-        return None
-    return NumbersTest(judged.program_setup, tuple(expressions), test, judged)
+    return JudgedTest(program_setup, setup, ast.unparse(rewritten), tuple(sorted(remote)), used)
 
 
 def _bound_by(setup: str, tree: ast.Module) -> tuple[frozenset[str], bool]:

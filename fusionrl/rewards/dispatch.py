@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
 import math
@@ -16,26 +15,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsFloat, TypeGuard
 
 import numpy as np
 
 from fusionrl.base.process import made_once
-from fusionrl.config.hooks import register_hooks
+from fusionrl.config.config import HookArgs
+from fusionrl.config.hooks import hook_values, load_function
 from fusionrl.config.user_code import HookError
-from fusionrl.data.sample import REWARD_LOST, Sample
+from fusionrl.data.sample import REWARD_LOST, Sample, lacks_reward
 from fusionrl.data.sample_images import keep_images
+from fusionrl.data.train_batch import attempt_shares, attempts_of
 from fusionrl.observe.spans import part
-from fusionrl.rewards.registry import MODEL, REASONS, names_of
-from fusionrl.rewards.reward_call import (
-    LostReward,
-    RewardRaised,
-    RewardSettings,
-    call_reward,
-    is_async,
-    scorer_of,
-    takes_a_list,
-)
+from fusionrl.rewards.registry import MODEL, REASONS, REMOTE, REMOTE_PATH, names_of
+from fusionrl.rewards.reward_call import LostReward, RewardCall, RewardRaised, Scorer, call_reward
 
 if TYPE_CHECKING:
     from fusionrl.config.rollout import RewardGroup
@@ -43,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
+EQUAL = 1e-8  # rewards closer than this are equal
 _lost: Counter[str] = Counter()
 _lost_here: ContextVar[Counter[str]] = ContextVar("lost", default=_lost)
 _lock = threading.Lock()
@@ -50,6 +46,42 @@ _lock = threading.Lock()
 
 class RewardError(HookError):
     """A reward function raised, or did not return a reward; the message names function and sample."""
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Everything that scoring a sample depends on, other than the sample; read from a hook's `args` once.
+
+    args           of the hook that asks; a user's function gets them, and none of the others
+    is_optional    a sample that nothing scores has the reward 0: a teacher teaches it (--use-opd)
+    failure_value  the reward of a sample whose function hangs or takes its process down; None: it has none
+    in_process     no other process scores (--in-process)
+    """
+
+    args: Namespace | None
+    rm_type: str = ""
+    custom_rm_path: str | None = None
+    is_group_call: bool = False  # --group-rm
+    is_optional: bool = False
+    timeout_s: float = 60.0
+    failure_value: float | None = None
+    num_processes: int | None = None
+    in_process: bool = False
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> RewardSettings:
+        """Read them from a hook's `args`, which a user may have made: only what every call needs must be there."""
+        return cls(
+            args=args,
+            rm_type=args.rm_type or "",
+            custom_rm_path=args.custom_rm_path,
+            is_group_call=bool(getattr(args, "group_rm", False)),
+            is_optional=bool(getattr(args, "use_opd", False)),
+            timeout_s=args.reward_timeout_s,
+            failure_value=getattr(args, "reward_failure_value", None),
+            num_processes=getattr(args, "reward_num_processes", None),
+            in_process=bool(getattr(args, "in_process", False)),
+        )
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float | dict[str, object]:
@@ -73,10 +105,26 @@ async def batched_async_rm(
     return await score_group(RewardSettings.of_args(args), samples, **kwargs)
 
 
+def scorer_of(settings: RewardSettings, sample: Sample) -> Scorer:
+    """Return what scores the sample.
+
+    In this order: the sample's own function, --custom-rm-path, `rm_type` of the sample's metadata, --rm-type.
+    """
+    path = sample.custom_rm_path or settings.custom_rm_path
+    own_type = sample.metadata.get("rm_type") if isinstance(sample.metadata, dict) else None
+    rm_type = str(own_type or settings.rm_type)
+    if path is not None:
+        return Scorer(path, rm_type, f"--custom-rm-path {path}")
+    if rm_type == REMOTE:
+        return Scorer(REMOTE_PATH, rm_type, f"--rm-type {REMOTE} of --rm-url {getattr(settings.args, 'rm_url', None)}")
+    origin = " of the sample's metadata" if own_type else ""
+    return Scorer(None, rm_type, f"--rm-type {rm_type or None}{origin}")
+
+
 async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: object) -> float | dict[str, object]:
     """Return the reward of one sample; see `async_rm`."""
-    path, rm_type, name = scorer_of(settings, sample)
-    if path is None and not rm_type:
+    scorer = scorer_of(settings, sample)
+    if scorer.path is None and not scorer.rm_type:
         if settings.is_optional:
             return 0.0
         raise RewardError(
@@ -86,19 +134,19 @@ async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: objec
         )
     start = time.monotonic_ns()
     try:
-        if path is None and MODEL in names_of(rm_type):
+        if scorer.path is None and MODEL in names_of(scorer.rm_type):
             from fusionrl.rewards.reward_model import model_score
 
             assert settings.args is not None
             try:
-                score = await model_score(settings.args, sample)
+                of_model = await model_score(settings.args, sample)
             except (RuntimeError, ValueError) as error:
-                raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
-            if rm_type == MODEL or isinstance(score, LostReward):
-                return _checked(settings, score, name, sample)
-            kwargs = {"model_score": score}
-        reward = await _score(settings, [sample], "sample", path, name, kwargs)
-        return _checked(settings, reward, name, sample)
+                raise RewardError(f"{scorer.name}: {error} at sample {sample.index}", [sample]) from error
+            if scorer.rm_type == MODEL or isinstance(of_model, LostReward):
+                return _checked(settings, of_model, scorer.name, sample)
+            kwargs = {"model_score": of_model}
+        reward = await _reward_of(settings, call_of(settings, scorer, [sample], kwargs))
+        return _checked(settings, reward, scorer.name, sample)
     finally:
         part("reward", start, index=-1 if sample.index is None else sample.index)
 
@@ -111,16 +159,93 @@ async def score_group(
     is_one_call = settings.is_group_call or takes_a_list(path)
     if not is_one_call or any(sample.custom_rm_path for sample in samples):
         return list(await asyncio.gather(*(score_sample(settings, sample, **kwargs) for sample in samples)))
-    name = f"--custom-rm-path {path}"
+    scorer = Scorer(path, "", f"--custom-rm-path {path}")
     start = time.monotonic_ns()
-    rewards = await _score(settings, samples, "group", path, name, kwargs)
+    rewards = await _reward_of(settings, call_of(settings, scorer, samples, kwargs, is_group=True))
     part("reward", start, samples=len(samples))
     if isinstance(rewards, list | tuple) and len(rewards) == len(samples):
-        return [_checked(settings, reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
+        each = zip(rewards, samples, strict=True)
+        return [_checked(settings, reward, scorer.name, sample) for reward, sample in each]
     if not isinstance(rewards, LostReward):
         problem = f"of several samples it must return a list of {len(samples)} rewards, got {rewards!r}"
-        rewards = _failed(settings, f"{name}: {problem}", problem, samples)
-    return [_without_reward(settings, sample, rewards, name) for sample in samples]
+        rewards = _failed(settings, f"{scorer.name}: {problem}", problem, samples)
+    return [_without_reward(settings, sample, rewards, scorer.name) for sample in samples]
+
+
+def takes_a_list(path: str | None) -> bool:
+    """Return whether a function scores several samples in a call: its second parameter is `samples`, as in slime."""
+    if path is None:
+        return False
+    try:
+        names = list(inspect.signature(load_function(path)).parameters)
+    except ValueError:  # a builtin without a signature
+        return False
+    return names[1:2] == ["samples"]
+
+
+def call_of(
+    settings: RewardSettings,
+    scorer: Scorer,
+    samples: Sequence[Sample],
+    kwargs: dict[str, object],
+    is_group: bool = False,
+) -> RewardCall:
+    """Describe a call. A user's function gets all flags, but no value that belongs to the rollout's process; a built-in
+    reward gets the few that it reads."""
+    flags = {} if settings.args is None else vars(settings.args)
+    args = None if scorer.path is None else Namespace()
+    if args is not None and scorer.path == REMOTE_PATH:
+        args.rm_url = flags["rm_url"]
+    elif args is not None:  # for 400 flags, 50 times as fast as keyword arguments
+        vars(args).update((name, value) for name, value in flags.items() if name not in HookArgs.SHARED)
+    allows_weak = bool(flags.get("allow_weak_sandbox"))
+    regex = flags.get("rm_format_regex")
+    return RewardCall(scorer, samples, args, kwargs, is_group, regex, allows_weak, hook_values(flags))
+
+
+async def _reward_of(settings: RewardSettings, call: RewardCall) -> object:
+    """Let a process of the pool make a call, or with --in-process this one."""
+    path = call.scorer.path
+    is_async = path is not None and inspect.iscoroutinefunction(load_function(path))
+    try:
+        if settings.in_process:
+            return await _called_here(call, is_async)
+        pool = reward_pool(settings.num_processes or len(os.sched_getaffinity(0)))
+        return await asyncio.wrap_future(pool.submit(call, settings.timeout_s, is_async))
+    except RewardRaised as error:
+        blamed = [call.samples[position] for position in error.positions] or list(call.samples)
+        error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full
+        text = "\n".join(filter(None, [f"{call.scorer.name}: {error} at sample {blamed[0].index}", error.frames]))
+        return _failed(settings, text, str(error), blamed, error)
+
+
+async def _called_here(call: RewardCall, is_async: bool) -> object:
+    """Call a reward function in this process (--in-process): a breakpoint in it stops in the terminal.
+
+    Nothing guards against a function that hangs or ends its process, and no time limit applies. Raises RewardRaised,
+    whose cause is what the function raised.
+    """
+    try:
+        reward = call_reward(call) if is_async else await asyncio.wrap_future(_thread().submit(call_reward, call))
+        reward = await reward if inspect.isawaitable(reward) else reward
+    except Exception as error:  # a user's function may raise anything
+        raise RewardRaised.of(error, call) from error
+    keep_images(call.samples)
+    return reward
+
+
+@made_once
+def reward_pool(num_processes: int) -> RewardPool:
+    """The pool of this process, of rollouts and evaluations; its processes start when there is something to score."""
+    from fusionrl.rewards.pool import RewardPool
+
+    return RewardPool(num_processes)
+
+
+@made_once
+def _thread() -> ThreadPoolExecutor:
+    """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
+    return ThreadPoolExecutor(1, thread_name_prefix="reward")
 
 
 @contextmanager
@@ -135,6 +260,20 @@ def counting_lost() -> Iterator[Counter[str]]:
 
 
 METRICS = """
+rollout/raw_reward | reward | Mean reward as the reward function gave it, before penalties and normalization; 0 for a
+    failed sample.
+rollout/raw_reward_std | reward | Standard deviation of these rewards over the samples.
+rollout/accuracy | share | Share of samples with a raw reward of at least 1.
+rollout/zero_std_groups | share | Share of groups whose raw rewards are all equal: of them nothing is learnt by
+    estimators that compare within a group. Samples without a reward do not count.
+rollout/<set>/raw_reward | reward | As rollout/raw_reward, of one set. | several --prompt-data
+rollout/<set>/accuracy | share | As rollout/accuracy, of one set. | several --prompt-data
+rollout/<set>/num_samples | samples | Samples of one set. | several --prompt-data
+adapter/<name>/raw_reward | reward | As rollout/raw_reward, of the samples of one adapter. | a rollout with samples of
+    it
+adapter/<name>/accuracy | share | As rollout/accuracy, of the samples of one adapter. | a rollout with samples of it
+adapter/<name>/num_samples | samples | Samples of the rollout that one adapter learns from. | a rollout with samples
+    of it
 rollout/reward_timeout | samples | Samples without a reward because the reward function took too long. | when it
     happens
 rollout/reward_crash | samples | Samples without a reward because the reward function took its process down. | when it
@@ -158,9 +297,31 @@ def lost_metrics() -> dict[str, float]:
     return metrics
 
 
-def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return means of the parts of a weighted sum, and samples with a program that failed, by reason."""
-    metrics: dict[str, float] = {}
+def mean_metrics(name: str, samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
+    """Return `name`/raw_reward, accuracy (means over attempts) and num_samples of some samples of a rollout."""
+    rewards, shares = np.asarray(raw, np.float64), attempt_shares(attempts_of(samples))
+    return {
+        f"{name}/raw_reward": float(np.average(rewards, weights=shares)),
+        f"{name}/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),
+        f"{name}/num_samples": float(len(samples)),
+    }
+
+
+def reward_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
+    """Return mean, deviation and equal groups of a rollout's rewards, means of the parts of a weighted sum, and samples
+    with a program that failed, by reason.
+
+    raw  [n] rewards as the reward function gave them
+    """
+    metrics = mean_metrics("rollout", samples, raw)
+    rewards, shares = np.asarray(raw, np.float64), attempt_shares(attempts_of(samples))
+    deviations = rewards - metrics["rollout/raw_reward"]
+    metrics["rollout/raw_reward_std"] = float(np.sqrt(np.average(deviations**2, weights=shares)))
+    groups: dict[int | None, list[float]] = {}
+    for sample, reward in zip(samples, raw, strict=True):
+        groups.setdefault(sample.group_index, []).extend([] if lacks_reward(sample) else [reward])
+    are_equal = [not group or max(group) - min(group) < EQUAL for group in groups.values()]
+    metrics["rollout/zero_std_groups"] = float(np.mean(are_equal))
     parts: dict[str, list[float]] = {}
     for graded in metadata_entries(samples, "rewards"):
         for name, value in graded.items():
@@ -183,65 +344,6 @@ def metadata_entries(samples: Sequence[Sample], name: str) -> list[dict[str, obj
         if isinstance(value, dict):
             entries.append(value)
     return entries
-
-
-@made_once
-def reward_pool(num_processes: int) -> RewardPool:
-    """The pool of this process, of rollouts and evaluations; its processes start when there is something to score."""
-    from fusionrl.rewards.pool import RewardPool
-
-    return RewardPool(num_processes)
-
-
-@made_once
-def _thread() -> ThreadPoolExecutor:
-    """Return the one thread of all plain functions: one debugger's prompt at a time. The event loop runs meanwhile."""
-    return ThreadPoolExecutor(1, thread_name_prefix="reward")
-
-
-async def _score(
-    settings: RewardSettings,
-    samples: Sequence[Sample],
-    call: str,
-    path: str | None,
-    name: str,
-    kwargs: dict[str, object],
-) -> object:
-    """Let a process of the pool call the function of `path`, or the built-in reward where that is None."""
-    call_settings, asynchronous = settings.for_call(path), is_async(path)
-    try:
-        if settings.in_process:
-            return await _score_here(call_settings, samples, call, path, kwargs)
-        pool = reward_pool(settings.num_processes or len(os.sched_getaffinity(0)))
-        limit_s = settings.timeout_s
-        future = pool.submit(
-            call_settings.packed(), samples, call=call, kwargs=kwargs, limit_s=limit_s, is_async=asynchronous
-        )
-        return await asyncio.wrap_future(future)
-    except RewardRaised as error:
-        blamed = [samples[position] for position in error.positions] or list(samples)
-        error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full
-        text = "\n".join(filter(None, [f"{name}: {error} at sample {blamed[0].index}", error.frames]))
-        return _failed(settings, text, str(error), blamed, error)
-
-
-async def _score_here(
-    settings: RewardSettings, samples: Sequence[Sample], call: str, path: str | None, kwargs: dict[str, object]
-) -> object:
-    """Call a reward function in this process (--in-process): a breakpoint in it stops in the terminal.
-
-    Nothing guards against a function that hangs or ends its process, and no time limit applies. Raises RewardRaised,
-    whose cause is what the function raised.
-    """
-    register_hooks(settings.hooks)
-    calling = functools.partial(call_reward, settings, list(samples) if call == "group" else samples[0], **kwargs)
-    try:
-        reward = calling() if is_async(path) else await asyncio.wrap_future(_thread().submit(calling))
-        reward = await reward if inspect.isawaitable(reward) else reward
-    except Exception as error:  # a user's function may raise anything
-        raise RewardRaised.of(error, path, samples) from error
-    keep_images(samples)
-    return reward
 
 
 def _failed(

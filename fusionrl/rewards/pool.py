@@ -4,9 +4,10 @@ Plain functions run in a few processes, one sample at a time in each; `async` on
 one. A function that hangs, blocks its loop or takes its process down costs the sample that it was at, and nothing
 else: the process is killed, and the other samples that it had are scored again in another.
 
-One thread talks to all processes. It is not bound to an event loop: rollouts each have one of their own.
+One thread talks to all processes, on an event loop of its own: rollouts each have another one.
 """
 
+import asyncio
 import atexit
 import itertools
 import json
@@ -14,9 +15,7 @@ import logging
 import mmap
 import os
 import pickle
-import selectors
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -31,12 +30,9 @@ from typing import Any
 from fusionrl.base.environment import child_environment, secrets_of_hooks
 from fusionrl.base.sockets import LENGTH, frame
 from fusionrl.data.sample import Sample
-from fusionrl.data.sample_images import loan_of
 from fusionrl.observe.logs import LEVELS
-from fusionrl.rewards.reward_call import LostReward, PackedSettings, RewardRaised
+from fusionrl.rewards.reward_call import STATE, LostReward, RewardCall, RewardRaised
 
-# State of a process, in shared memory: beats of its event loop, number of the job whose code runs.
-STATE = struct.Struct("QQ")
 TICK_S = 0.05
 # A process that has been at one sample for so long does not count any more: another does its share meanwhile.
 SLOW_S = 0.5
@@ -48,13 +44,13 @@ LATE_BEAT_S = 0.3
 MAX_LOOPS = 4
 FEW = 32  # samples that are scored again at once when one of many broke a process and left no trace
 IDLE_S = 10.0
-_MOST_PARTS = 64  # of one message to the system
+_COMMAND = "import sys; from fusionrl.rewards.reward_call import main; main(sys.argv[1:])"
 
 
 @dataclass
 class _Job:
     number: int
-    samples: list[Sample]
+    samples: Sequence[Sample]
     message: bytes
     limit_s: float
     is_async: bool
@@ -72,29 +68,27 @@ class _Job:
                 self.future.set_result(value)
 
 
-class _Process:
+class _Process(asyncio.Protocol):
     """One process of the pool, as the pool's thread sees it."""
 
-    def __init__(self, kind: str, selector: selectors.BaseSelector) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, pool: "RewardPool") -> None:
+        self.kind, self._pool = kind, pool
         self.jobs: dict[int, _Job] = {}
         self.since = time.monotonic()  # of the sample that a plain process is at; of the last work, when it has none
         self._memory = os.memfd_create("fusionrl-reward")
         os.ftruncate(self._memory, STATE.size)
         self._state = mmap.mmap(self._memory, STATE.size)
         self._beats, self.beat_at = 0, time.monotonic()
-        self.is_ready = False  # starting takes a while, and is not the sample's fault
-        self._out: deque[bytes | memoryview] = deque()
-        self._events = selectors.EVENT_READ
+        self.is_ready = self.has_ended = False  # starting takes a while, and is not the sample's fault
         self._in = bytearray()
-        self._selector = selector
+        self._transport: asyncio.Transport | None = None
+        self.connecting: asyncio.Task[Any] | None = None
         self.connection, theirs = socket.socketpair()
-        self.connection.setblocking(False)
         level = logging.getLevelName(logging.getLogger().level)
         level = level if level in LEVELS else "WARNING"
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fusionrl.rewards.worker", str(theirs.fileno()), str(self._memory), kind, level],
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(self._memory), kind, level],
                 pass_fds=[theirs.fileno(), self._memory],
                 stdin=subprocess.PIPE,
                 env=child_environment("reward-worker"),
@@ -103,59 +97,56 @@ class _Process:
         # Not by its environment, which every process of this user can read.
         with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(json.dumps(secrets_of_hooks()).encode())
-        selector.register(self.connection, self._events, self)
 
-    def give(self, jobs: Sequence[_Job]) -> None:
-        """Hand it jobs; sent when it reads."""
-        for job in jobs:
-            self._out.append(job.message)
-            if not self.jobs:
-                self.since = time.monotonic()
-            self.jobs[job.number] = job
-        self.flush()
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        for job in self.jobs.values():
+            transport.write(job.message)
 
-    def flush(self) -> None:
-        """Send what it takes now; the rest when it reads again."""
-        try:
-            while self._out:
-                parts = list(itertools.islice(self._out, _MOST_PARTS))
-                sent = self.connection.sendmsg(parts)
-                while sent:
-                    part = self._out.popleft()
-                    if sent < len(part):
-                        self._out.appendleft(memoryview(part)[sent:])
-                    sent -= min(sent, len(part))
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._out.clear()  # it is gone; reading will tell
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        if events != self._events:
-            self._events = events
-            self._selector.modify(self.connection, events, self)
-
-    def read(self) -> tuple[list[Any], bool]:
-        """(answers that have come, whether the process is gone)."""
-        gone = False
-        try:
-            while True:
-                data = self.connection.recv(1 << 20)
-                if not data:
-                    gone = True
-                    break
-                self._in += data
-        except BlockingIOError:
-            pass
-        except OSError:
-            gone = True
-        answers = []
-        while len(self._in) >= LENGTH.size:
+    def data_received(self, data: bytes) -> None:
+        self._in += data
+        while len(self._in) >= LENGTH.size and not self.has_ended:
             (length,) = LENGTH.unpack_from(self._in)
             if len(self._in) < LENGTH.size + length:
                 break
-            answers.append(pickle.loads(self._in[LENGTH.size : LENGTH.size + length]))
+            answer = pickle.loads(self._in[LENGTH.size : LENGTH.size + length])
             del self._in[: LENGTH.size + length]
-        return answers, gone
+            self._take(answer)
+        self._pool.work_soon()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.has_ended:
+            self._pool.lost_process(self)
+
+    def _take(self, answer: Any) -> None:
+        """Take the message that the process is ready, or an answer to a job."""
+        now = time.monotonic()
+        self.since = now
+        if answer is None:
+            self.is_ready, self.beat_at = True, now
+            for waiting in self.jobs.values():
+                waiting.since = now
+            return
+        number, reward, changes = answer
+        job = self.jobs.pop(number, None)
+        if job is None or job.future.done():
+            return
+        if isinstance(reward, RewardRaised):
+            job.settle(error=reward)
+            return
+        for sample, changed in zip(job.samples, changes, strict=True):
+            for name, new in changed.items():
+                setattr(sample, name, new)
+        job.settle(reward)
+
+    def give(self, jobs: Sequence[_Job]) -> None:
+        """Hand it jobs; those before its connection is open are sent then."""
+        for job in jobs:
+            if not self.jobs:
+                self.since = time.monotonic()
+            self.jobs[job.number] = job
+            if self._transport is not None:
+                self._transport.write(job.message)
 
     def running(self) -> int:
         """Number of the job whose code a loop runs now, or ran when the process died; 0: none that it knows of."""
@@ -168,15 +159,13 @@ class _Process:
             self._beats, self.beat_at = beats, now
         return now - self.beat_at if self.is_ready else 0.0
 
-    def ready(self, now: float) -> None:
-        """It says that it has started: time counts from now on."""
-        self.is_ready, self.since, self.beat_at = True, now, now
-        for job in self.jobs.values():
-            job.since = now
-
     def end(self) -> None:
-        self._selector.unregister(self.connection)
-        self.connection.close()
+        self.has_ended = True
+        if self._transport is not None:
+            self._transport.abort()
+        elif self.connecting is not None:
+            self.connecting.cancel()
+            self.connection.close()
         self.process.kill()
         self.process.wait()
         self._state.close()
@@ -189,52 +178,31 @@ class RewardPool:
     def __init__(self, num_processes: int) -> None:
         self.num_processes = num_processes
         self._numbers = itertools.count(1)
-        self._new: deque[_Job] = deque()
-        self._lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
-        self._wake_up, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
         self._plain: list[_Process] = []
         self._loops: list[_Process] = []
         self._waiting: deque[_Job] = deque()
         self._waiting_async: deque[_Job] = deque()
-        self._closed = False
+        self._closed, self._lock = False, threading.Lock()
+        self._event_loop = asyncio.new_event_loop()
+        self._next_work: asyncio.Handle = self._event_loop.call_later(1.0, self._work)
         self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def submit(
-        self,
-        settings: PackedSettings,
-        samples: Sequence[Sample],
-        *,
-        call: str,
-        kwargs: dict[str, object],
-        limit_s: float,
-        is_async: bool,
-    ) -> Future[object]:
+    def submit(self, call: RewardCall, limit_s: float, is_async: bool) -> Future[object]:
         """Score a sample, or a group in one call; its future has the reward, or `LostReward`, or raises `RewardRaised`.
 
         The function's changes to the samples are applied here before the future is done.
 
-        settings  what `RewardSettings.packed` returns
-        samples   one, or the group
-        call      "sample" or "group"
-        kwargs    further keyword arguments of the function
         limit_s   seconds, from when the function begins
         is_async  whether it runs on an event loop
         """
         number = next(self._numbers)
-        message = frame((number, settings, call, pickle.dumps((list(samples), kwargs, loan_of(samples)))))
-        job = _Job(number, list(samples), message, limit_s, is_async)
+        job = _Job(number, call.samples, frame((number, call.hooks, call.packed())), limit_s, is_async)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            is_asleep = not self._new  # else it was woken by the one before, which it has not taken yet
-            self._new.append(job)
-        if is_asleep:
-            self._wake_up.send(b"x")
+            self._event_loop.call_soon_threadsafe(self._add, job)
         return job.future
 
     def close(self) -> None:
@@ -243,68 +211,45 @@ class RewardPool:
             if self._closed:
                 return
             self._closed = True
+            self._event_loop.call_soon_threadsafe(self._event_loop.stop)
         atexit.unregister(self.close)
-        self._wake_up.send(b"x")
         self._thread.join(10)
 
     # -------------------------------------------------------------------------------- the pool's thread
     def _serve(self) -> None:
-        while not self._closed:
-            busy = self._waiting or self._waiting_async or any(p.jobs for p in (*self._plain, *self._loops))
-            for key, events in self._selector.select(TICK_S if busy else 1.0):
-                if key.data is None:
-                    while self._drain():
-                        pass
-                    continue
-                process: _Process = key.data
-                if events & selectors.EVENT_WRITE:
-                    process.flush()
-                if events & selectors.EVENT_READ:
-                    self._hear(process)
-            with self._lock:
-                while self._new:
-                    job = self._new.popleft()
-                    (self._waiting_async if job.is_async else self._waiting).append(job)
-            now = time.monotonic()
-            self._run_plain(now)
-            self._run_async(now)
+        self._event_loop.run_forever()
         for process in (*self._plain, *self._loops):
             process.end()
             self._waiting.extend(process.jobs.values())
-        for job in (*self._waiting, *self._waiting_async, *self._new):
+        for job in (*self._waiting, *self._waiting_async):
             job.future.cancel()
-        self._selector.close()
-        self._wake_up.close()
-        self._woken.close()
+        self._event_loop.run_until_complete(asyncio.sleep(0))  # transports close
+        self._event_loop.close()
 
-    def _drain(self) -> bool:
-        try:
-            return bool(self._woken.recv(1 << 16))
-        except BlockingIOError:
-            return False
+    def _add(self, job: _Job) -> None:
+        (self._waiting_async if job.is_async else self._waiting).append(job)
+        self.work_soon()
 
-    def _hear(self, process: _Process) -> None:
-        answers, gone = process.read()
-        for answer in answers:
-            if answer is None:
-                process.ready(time.monotonic())
-                continue
-            number, reward, changes = answer
-            job = process.jobs.pop(number, None)
-            process.since = time.monotonic()
-            if job is None or job.future.done():
-                continue
-            if isinstance(reward, RewardRaised):
-                job.settle(error=reward)
-                continue
-            for sample, changed in zip(job.samples, changes, strict=True):
-                for name, new in changed.items():
-                    setattr(sample, name, new)
-            job.settle(reward)
-        if gone:
-            self._died(process)
+    def work_soon(self) -> None:
+        """Look at all jobs once the messages that have arrived are read."""
+        self._next_work.cancel()
+        self._next_work = self._event_loop.call_soon(self._work)
 
-    def _died(self, process: _Process) -> None:
+    def _work(self) -> None:
+        now = time.monotonic()
+        self._run_plain(now)
+        self._run_async(now)
+        is_busy = self._waiting or self._waiting_async or any(p.jobs for p in (*self._plain, *self._loops))
+        self._next_work = self._event_loop.call_later(TICK_S if is_busy else 1.0, self._work)
+
+    def _start(self, kind: str) -> _Process:
+        process = _Process(kind, self)
+        (self._loops if kind == "async" else self._plain).append(process)
+        connecting = self._event_loop.create_connection(lambda: process, sock=process.connection)
+        process.connecting = self._event_loop.create_task(connecting)
+        return process
+
+    def lost_process(self, process: _Process) -> None:
         """A process ended by itself: who was it? The others that it had are scored again."""
         jobs = [job for job in process.jobs.values() if not job.future.done()]
         number = process.running()
@@ -316,6 +261,7 @@ class RewardPool:
                 _separate(jobs)
         self._remove(process)
         self._lose(guilty, "crash")
+        self.work_soon()
 
     def _lose(self, jobs: Sequence[_Job], reason: str) -> None:
         for job in jobs:
@@ -358,9 +304,7 @@ class RewardPool:
             return
         num_wanted = min(self.num_processes, len(self._waiting) + sum(bool(p.jobs) for p in quick))
         for _ in range(num_wanted - len(quick)):
-            process = _Process("sync", self._selector)
-            self._plain.append(process)
-            quick.append(process)
+            quick.append(self._start("sync"))
         chunk = max(1, min(CHUNK, len(self._waiting) // (2 * self.num_processes)))
         for process in quick:
             while self._waiting and not process.jobs:
@@ -384,8 +328,7 @@ class RewardPool:
             self._waiting_async.popleft()
         free = [p for p in self._loops if p.blocked_for(now) <= BLOCKED_S]
         if self._waiting_async and not free and len(self._loops) < MAX_LOOPS:
-            self._loops.append(_Process("async", self._selector))
-            free = self._loops[-1:]
+            free = [self._start("async")]
         if not free:
             return
         process, taken = free[0], list[_Job]()

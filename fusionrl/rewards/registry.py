@@ -5,6 +5,8 @@
 `RM_TYPES`, and give it a row in docs/guides/rewards.md.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import importlib.util
@@ -14,10 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fusionrl.base.wording import install_hint
+from fusionrl.config.run_parts import evaluates_by_default, has_own_rollout, has_own_source
 from fusionrl.data.findings import LabelProblem
+
+if TYPE_CHECKING:
+    from fusionrl.config.config import Config
+    from fusionrl.config.eval_sets import EvalSet
 
 RM_TYPES = {  # name: its file in this room, and the `Reward` in it
     "exact": "text_match:EXACT",
@@ -190,25 +197,27 @@ def runs_programs(rm_type: str | None) -> bool:
     return any(reward_of(name).runs_programs for name in names_of(rm_type) - {MODEL})
 
 
-def rm_type_errors(rm_type: str, rm_model: str | None, reward_key: str | None, key_flag: str) -> list[str]:
+def rm_type_errors(
+    flag: str, rm_type: str | None, rm_model: str | None, reward_key: str | None, key_flag: str
+) -> list[str]:
     """List what is wrong with a built-in reward: its name, what it needs, a dict without `reward_key`."""
-    if rm_type == REMOTE:
+    if rm_type is None or rm_type == REMOTE:
         return []
     try:
         parts = parse_rm_type(rm_type)
     except ValueError as error:
-        return [str(error)]
+        return [f"{flag} {error}"]
     errors: dict[str, None] = {}  # each once
     for part in parts.values():
         if part.name == MODEL:
             if rm_model is None:
-                errors[f"{rm_type} needs --rm-model: the Hugging Face folder of the reward model"] = None
+                errors[f"{flag} {rm_type} needs --rm-model: the Hugging Face folder of the reward model"] = None
             continue
         reward = reward_of(part.name)
         if problem := reward.missing():
-            errors[f"{rm_type}: {problem}"] = None
+            errors[f"{flag} {rm_type}: {problem}"] = None
         if reward.dict_key is not None and reward_key is None and _is_single(rm_type):
-            errors[f"{rm_type} gives a dict; choose a number of it, {key_flag} {reward.dict_key}"] = None
+            errors[f"{flag} {rm_type} gives a dict; choose a number of it, {key_flag} {reward.dict_key}"] = None
     return list(errors)
 
 
@@ -270,6 +279,26 @@ class LabelCheck:
     overrides: Mapping[str, object] | None = None
     is_warning: bool = False
     budget_s: float = LABEL_BUDGET_S
+
+    @classmethod
+    def of_run(
+        cls, config: Config, eval_set: EvalSet | None = None, budget_s: float = LABEL_BUDGET_S
+    ) -> LabelCheck | None:
+        """Return the check of --prompt-data, or of an evaluation set; None: no built-in reward grades the labels.
+
+        A user's generate function, or a sample hook, may give the samples other labels: then problems are warnings.
+        """
+        reward, rollout = config.reward, config.rollout
+        generate_path, rm_type, rm_path = rollout.custom_generate_function_path, reward.rm_type, reward.custom_rm_path
+        is_own = has_own_source(config) or has_own_rollout(config) or bool(config.run.load_debug_rollout_data)
+        if eval_set is not None:
+            generate_path = eval_set.custom_generate_function_path
+            rm_type, rm_path = eval_set.rm_type, eval_set.custom_rm_path
+            is_own = not evaluates_by_default(config)
+        if is_own or rm_path is not None or config.run.mode == "sft":
+            return None
+        is_warning = generate_path is not None or bool(rollout.rollout_sample_hook_path)
+        return cls(rm_type, None if eval_set is None else eval_set.metadata_overrides, is_warning, budget_s)
 
     def __call__(self, label: object, metadata: Mapping[str, object]) -> LabelProblem | None:
         """Return the problem of a row's label or metadata; None for none."""

@@ -1,131 +1,120 @@
-"""One call of a reward: its settings, the function that scores a sample, the call itself, and reasons of its failure.
+"""One call of a reward, and the processes of the `RewardPool` that make such calls.
 
-The process that asks (`dispatch`) and the reward processes (`worker`) share this module.
+`dispatch` describes a call, `pool` sends it, and `serve_sync` or `serve_async` makes it: one after the other, or many
+at once on an event loop. Messages are pickles behind their length. In: (number, hooks, `RewardCall.packed`). Out: first
+None, then (number, reward or `RewardRaised`, changed attributes of each sample). A process ends with its connection.
+Its output and its logs go to the Buffer's log; shared memory shows which call runs (`STATE`).
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import contextvars
+import ctypes
+import importlib
 import inspect
+import json
+import mmap
+import os
 import pickle
+import signal
+import socket
+import struct
+import sys
 import traceback
+import types
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from fusionrl.config.config import HookArgs
-from fusionrl.config.hooks import hook_values, load_function, register_hooks
+from fusionrl.base.process import answer_with_stacks
+from fusionrl.base.sockets import frame, receive
+from fusionrl.config.hooks import load_function, register_hooks
 from fusionrl.config.user_code import blamed_samples, user_frames
+from fusionrl.data.image_store import IMAGES
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.registry import REMOTE, REMOTE_PATH, grade, runs_programs
+from fusionrl.data.sample_images import loan_of
+from fusionrl.observe.logs import setup_logging, write_whole_lines
+from fusionrl.rewards.registry import grade, runs_programs
 
-_IMMUTABLE = frozenset((str, int, float, bool, bytes, type(None)))
+T = TypeVar("T")
+# State of a process, in shared memory: beats of its event loop, number of the call whose code runs.
+STATE = struct.Struct("QQ")
+BEAT_S = 0.1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_READY = frame(None)
 
 
-@dataclass(frozen=True)
-class RewardSettings:
-    """Everything that scoring a sample depends on, other than the sample; read from a hook's `args` once.
+class Scorer(NamedTuple):
+    """What scores a sample: the function of `path`, a user's or the one that asks a server; None: `rm_type` does."""
 
-    args           of the hook that asks; a user's function gets them, and none of the others
-    hooks          field → functions of that flag: samples may hold objects of classes in their files
-    is_group_call  --group-rm: one call scores a group
-    is_optional    a sample that nothing scores has the reward 0: a teacher teaches it (--use-opd)
-    failure_value  the reward of a sample whose function hangs or takes its process down; None: it has none
-    in_process     no other process scores (--in-process)
+    path: str | None
+    rm_type: str  # "": none
+    name: str  # for messages
+
+
+@dataclass
+class RewardCall:
+    """A call of a reward function for a sample, or with --group-rm for a group.
+
+    args    of a user's function; None for a built-in reward
+    kwargs  of the function; for a built-in reward `model_score`, if a reward model has scored the sample
+    hooks   field → functions of that flag: samples may hold objects of classes in their files
     """
 
-    args: Namespace | None
-    rm_type: str = ""
-    custom_rm_path: str | None = None
-    rm_url: str | None = None
+    scorer: Scorer
+    samples: Sequence[Sample]
+    args: Namespace | None = None
+    kwargs: dict[str, object] = field(default_factory=dict)
+    is_group: bool = False
     format_regex: str | None = None
     allow_weak_sandbox: bool = False
     hooks: dict[str, object] = field(default_factory=dict)
-    is_group_call: bool = False
-    is_optional: bool = False
-    timeout_s: float = 60.0
-    failure_value: float | None = None
-    num_processes: int | None = None
-    in_process: bool = False
 
-    @classmethod
-    def of_args(cls, args: Namespace) -> RewardSettings:
-        """Read them from a hook's `args`, which a user may have made: only what every call needs must be there."""
-        return cls(
-            args=args,
-            rm_type=args.rm_type or "",
-            custom_rm_path=args.custom_rm_path,
-            rm_url=getattr(args, "rm_url", None),
-            format_regex=getattr(args, "rm_format_regex", None),
-            allow_weak_sandbox=bool(getattr(args, "allow_weak_sandbox", False)),
-            hooks=hook_values(vars(args)),
-            is_group_call=bool(getattr(args, "group_rm", False)),
-            is_optional=bool(getattr(args, "use_opd", False)),
-            timeout_s=args.reward_timeout_s,
-            failure_value=getattr(args, "reward_failure_value", None),
-            num_processes=getattr(args, "reward_num_processes", None),
-            in_process=bool(getattr(args, "in_process", False)),
-        )
-
-    def for_call(self, path: str | None) -> RewardSettings:
-        """Return a copy with what the function of `path` gets as its `args`: all flags go to a user's alone.
-
-        Values that belong to the rollout's process stay there. A built-in reward (None) gets no `args`.
-        """
-        if path is None or self.args is None:
-            return replace(self, args=None)
-        if path == REMOTE_PATH:
-            return replace(self, args=Namespace(rm_url=self.rm_url))
-        values = {name: value for name, value in vars(self.args).items() if name not in HookArgs.SHARED}
-        return replace(self, args=_namespace(values))
-
-    def packed(self) -> PackedSettings:
-        """Return the pickles; values of `args` that cannot be pickled are left out."""
-        if self.args is None:
-            return PackedSettings(pickle.dumps(self), b"")
-        values = dict(vars(self.args))
-        changing = {name: values.pop(name) for name in [n for n, v in values.items() if type(v) not in _IMMUTABLE]}
-        pickled = _pickled(changing)
-        if pickled is None:
-            pickled = pickle.dumps({name: value for name, value in changing.items() if _pickled(value) is not None})
-        return PackedSettings(pickle.dumps(replace(self, args=_namespace(values))), pickled)
+    def packed(self) -> bytes:
+        """Return the pickle of the call and a `Loan` of its images; values of `args` that no pickle takes are left
+        out."""
+        loan = loan_of(self.samples)
+        try:
+            return pickle.dumps((self, loan))
+        except Exception:  # pickling runs code of whatever a hook put into `args`
+            args = Namespace()
+            vars(args).update({name: value for name, value in vars(self.args or args).items() if _is_picklable(value)})
+            return pickle.dumps((replace(self, args=args), loan))
 
 
-class PackedSettings(NamedTuple):
-    """Pickles of settings whose args have immutable values only, and of the other values by name."""
+def call_reward(call: RewardCall) -> object:
+    """Call the reward function; returns a reward, for a group a list of them, or an awaitable.
 
-    fixed: bytes
-    changing: bytes
+    The parts of a weighted sum are kept in `sample.metadata["rewards"]`, the tests that a program failed, by reason, in
+    `sample.metadata["code_failures"]`.
+    """
+    path, rm_type, _ = call.scorer
+    sample = call.samples[0]
+    if path is not None:
+        return load_function(path)(call.args, list(call.samples) if call.is_group else sample, **call.kwargs)
+    if runs_programs(rm_type):
+        from fusionrl import sandbox
 
-    def read(self) -> RewardSettings:
-        """Return the settings, with an `args` of its own, as a function may write on it; see `_read_fixed`."""
-        settings = _read_fixed(self.fixed)
-        if settings.args is None:
-            return settings
-        return replace(settings, args=_namespace(vars(settings.args) | pickle.loads(self.changing)))
-
-
-@functools.lru_cache(maxsize=1)
-def _read_fixed(pickled: bytes) -> RewardSettings:
-    """Unpickle the immutable part, which is the same for most calls, and register the hooks of the samples' classes."""
-    settings: RewardSettings = pickle.loads(pickled)
-    register_hooks(settings.hooks)
-    return settings
-
-
-def _namespace(values: dict[str, object]) -> Namespace:
-    args = Namespace()
-    vars(args).update(values)  # for 400 flags, 50 times as fast as keyword arguments
-    return args
+        sandbox.allow_weak(call.allow_weak_sandbox)
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    score = call.kwargs.get("model_score")
+    model_score = score if isinstance(score, float | int) else None
+    with_regex = {"format_regex": call.format_regex} | metadata
+    graded = grade(rm_type, sample.response, sample.label, with_regex, model_score)
+    entries = {"rewards": graded.parts, "code_failures": graded.failures}
+    if any(entries.values()):  # a new dict: the samples of a group may share theirs
+        sample.metadata = metadata | {name: value for name, value in entries.items() if value}
+    return graded.reward
 
 
-def _pickled(value: object) -> bytes | None:
-    """None: it cannot be sent to another process, and stays here."""
+def _is_picklable(value: object) -> bool:
     try:
-        return pickle.dumps(value)
+        return bool(pickle.dumps(value))
     except Exception:  # pickling runs code of whatever a hook put there
-        return None
+        return False
 
 
 @dataclass
@@ -149,79 +138,165 @@ class RewardRaised(Exception):
         self.frames, self.trace, self.positions = frames, trace, tuple(positions)
 
     @classmethod
-    def of(cls, error: BaseException, path: str | None, samples: Sequence[Sample]) -> RewardRaised:
-        """Describe what the function `path` raised at `samples`."""
+    def of(cls, error: BaseException, call: RewardCall | None) -> RewardRaised:
+        """Describe what a call raised; None: it could not be unpickled."""
+        path, samples = (None, ()) if call is None else (call.scorer.path, call.samples)
         blamed = set(map(id, blamed_samples(error, path)))
         positions = [position for position, sample in enumerate(samples) if id(sample) in blamed]
         trace = "".join(traceback.format_exception(error))
         return cls(f"{type(error).__name__}: {error}", user_frames(error, path), trace, positions)
 
 
-class Scorer(NamedTuple):
-    """What scores a sample: the function of `path`, a user's or the one that asks a server; None: `rm_type` does."""
+# ------------------------------------------------------------------------------------------------ a reward process
+class _Received:
+    """A call that this process has received, what its samples were like, and the answer."""
 
-    path: str | None
-    rm_type: str  # "": none
-    name: str  # for messages
+    def __init__(self, number: int, hooks: dict[str, object], packed: bytes) -> None:
+        self.number, self._hooks, self._packed = number, hooks, packed
+        self._call: RewardCall | None = None  # once it is unpickled
 
+    def start(self) -> object:
+        """Unpickle the call, which runs code of the user's classes, and make it; returns the reward or an awaitable."""
+        register_hooks(self._hooks)
+        call, loan = pickle.loads(self._packed)
+        if loan is not None:
+            IMAGES.borrow(loan)
+        self._before = [_attributes(sample) for sample in call.samples]
+        self._call = call
+        return call_reward(call)
 
-def scorer_of(settings: RewardSettings, sample: Sample) -> Scorer:
-    """Return what scores the sample.
+    def answer(self, reward: object) -> bytes:
+        """Return the frame of the reward, with what the function changed in its samples.
 
-    In this order: the sample's own function, --custom-rm-path, `rm_type` of the sample's metadata, --rm-type.
-    """
-    path, own_type = sample.custom_rm_path or settings.custom_rm_path, _metadata(sample).get("rm_type")
-    rm_type = str(own_type or settings.rm_type)
-    if path is not None:
-        return Scorer(path, rm_type, f"--custom-rm-path {path}")
-    if rm_type == REMOTE:
-        return Scorer(REMOTE_PATH, rm_type, f"--rm-type {REMOTE} of --rm-url {settings.rm_url}")
-    origin = " of the sample's metadata" if own_type else ""
-    return Scorer(None, rm_type, f"--rm-type {rm_type or None}{origin}")
+        Pickling runs code of the user's classes, so this may raise anything, like the function.
+        """
+        assert self._call is not None
+        changes = []
+        for sample, before in zip(self._call.samples, self._before, strict=True):
+            sample.pack()  # a list that the function only read is as it was
+            after = _attributes(sample)
+            changes.append({name: vars(sample)[name] for name in after if after[name] != before.get(name)})
+        return frame((self.number, reward, changes))
 
-
-def is_async(path: str | None) -> bool:
-    """Return whether the function of `path` is to run on an event loop."""
-    return path is not None and inspect.iscoroutinefunction(load_function(path))
-
-
-def takes_a_list(path: str | None) -> bool:
-    """Return whether a function scores several samples in a call: its second parameter is `samples`, as in slime."""
-    if path is None:
-        return False
-    try:
-        names = list(inspect.signature(load_function(path)).parameters)
-    except ValueError:  # a builtin without a signature
-        return False
-    return names[1:2] == ["samples"]
+    def failure(self, error: BaseException) -> bytes:
+        return frame((self.number, RewardRaised.of(error, self._call), []))
 
 
-def call_reward(settings: RewardSettings, target: Sample | list[Sample], **kwargs: object) -> object:
-    """Call the reward function for a sample, or for a group with --group-rm; returns a reward, or an awaitable.
-
-    `model_score` is among the keywords where a reward model has scored the sample. The parts of a weighted sum are kept
-    in `sample.metadata["rewards"]`, the tests that a program failed, by reason, in `sample.metadata["code_failures"]`.
-    """
-    if isinstance(target, list):
-        assert settings.custom_rm_path is not None
-        return load_function(settings.custom_rm_path)(settings.args, target, **kwargs)
-    path, rm_type, _ = scorer_of(settings, target)
-    if path is not None:
-        return load_function(path)(settings.args, target, **kwargs)
-    if runs_programs(rm_type):
-        from fusionrl import sandbox
-
-        sandbox.allow_weak(settings.allow_weak_sandbox)
-    metadata = _metadata(target)
-    score = kwargs.get("model_score")
-    model_score = score if isinstance(score, float | int) else None
-    with_regex = {"format_regex": settings.format_regex} | metadata
-    graded = grade(rm_type, target.response, target.label, with_regex, model_score)
-    entries = {"rewards": graded.parts, "code_failures": graded.failures}
-    if any(entries.values()):  # a new dict: the samples of a group may share theirs
-        target.metadata = metadata | {name: value for name, value in entries.items() if value}
-    return graded.reward
+def _attributes(sample: Sample) -> dict[str, bytes]:
+    """Return each attribute as a value that differs once it was changed; images stay what engines have seen."""
+    return {name: pickle.dumps(value) for name, value in vars(sample).items() if not name.startswith("multimodal_")}
 
 
-def _metadata(sample: Sample) -> dict[str, object]:
-    return sample.metadata if isinstance(sample.metadata, dict) else {}
+def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
+    """Score one sample after the other."""
+    while True:
+        received = _Received(*receive(connection))
+        state[8:16] = struct.pack("Q", received.number)
+        try:
+            reward = received.start()
+            if inspect.isawaitable(reward):  # a plain function may return one, as a lambda or a partial does
+                reward = asyncio.run(_awaited(reward))
+            answer = received.answer(reward)
+        except Exception as error:  # a user's function may raise anything; the pool reports it
+            answer = received.failure(error)
+        connection.sendall(answer)
+
+
+async def _awaited(value: Awaitable[object]) -> object:
+    return await value
+
+
+def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
+    """Score all samples that are there at once, on one event loop."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    tasks, beats = set[asyncio.Task[bytes]](), [0]
+
+    def beat() -> None:
+        beats[0] += 1
+        state[:8] = struct.pack("Q", beats[0])
+        loop.call_later(BEAT_S, beat)
+
+    async def run(received: _Received) -> bytes:
+        reward = received.start()
+        if inspect.isawaitable(reward):
+            reward = await reward
+        return received.answer(reward)
+
+    def finish(received: _Received, task: asyncio.Task[bytes]) -> None:
+        tasks.discard(task)
+        if not task.cancelled():
+            error = task.exception()  # a user's function may raise anything; the pool reports it
+            connection.sendall(task.result() if error is None else received.failure(error))
+
+    def start(received: _Received) -> asyncio.Task[bytes]:
+        running.set(received.number)
+        return loop.create_task(run(received))
+
+    def on_readable() -> None:
+        try:
+            received = _Received(*receive(connection))
+        except (EOFError, OSError):
+            loop.stop()
+            return
+        task = contextvars.Context().run(start, received)
+        tasks.add(task)
+        task.add_done_callback(partial(finish, received))
+
+    running: contextvars.ContextVar[int] = contextvars.ContextVar("running", default=0)
+
+    def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+        # A task that a function starts inherits its context, which names its call.
+        context = more.get("context")
+        number = context.get(running, 0) if context is not None else running.get()
+        return asyncio.Task(_marked(coroutine, state, number), loop=loop, **more)
+
+    loop.set_task_factory(make_task)
+    beat()
+    loop.add_reader(connection.fileno(), on_readable)
+    loop.run_forever()
+    os._exit(0)  # tasks that still run are useless, and may refuse to end
+
+
+async def _marked(coroutine: Coroutine[object, object, T], state: mmap.mmap, number: int) -> T:
+    """Await `coroutine`, and say before and after each of its steps whose code runs."""
+    own, none = struct.pack("Q", number), struct.pack("Q", 0)
+
+    @types.coroutine
+    def steps() -> Generator[object, object, T]:
+        send: Callable[[Any], Any] = coroutine.send
+        value: Any = None
+        while True:
+            state[8:16] = own
+            try:
+                yielded = send(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                state[8:16] = none
+            try:
+                value, send = (yield yielded), coroutine.send
+            except BaseException as error:  # asyncio throws into a coroutine; passed on as it came
+                value, send = error, coroutine.throw
+
+    return await steps()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Take the connection, the shared memory, the kind and the log level over; score until the pool closes it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_whole_lines()
+    answer_with_stacks()
+    setup_logging(arguments[3], None, role="reward")
+    # One that hangs would not notice that the pool is gone.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(json.loads(sys.stdin.read() or "{}"))  # the secrets of the user's functions
+    descriptor, memory, kind = int(arguments[0]), int(arguments[1]), arguments[2]
+    with socket.socket(fileno=descriptor) as connection, mmap.mmap(memory, STATE.size) as state:
+        try:
+            if kind == "async":  # for requests of users' functions and of `remote_rm`: not within a sample's time limit
+                importlib.import_module("aiohttp")
+            connection.sendall(_READY)
+            (serve_sync if kind == "sync" else serve_async)(connection, state)
+        except (EOFError, ConnectionError):
+            return

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from fusionrl.data.sample import Sample
-from fusionrl.engines.answers import AnswerError, score
+from fusionrl.engines.answers import AnswerError, parse_score
 from fusionrl.engines.http import auth_headers, post
 from fusionrl.rewards.reward_call import LostReward
 
@@ -41,7 +41,7 @@ async def model_score(args: Namespace, sample: Sample) -> float | LostReward:
         except TimeoutError:
             return LostReward("timeout")
     try:
-        return score(answer)
+        return parse_score(answer)
     except AnswerError as error:
         raise AnswerError(f"{url}: {error}") from error
 

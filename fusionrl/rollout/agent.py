@@ -158,7 +158,7 @@ def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object
         if sample.messages is None:
             raise ValueError("an agent's tools go into the prompt by the chat template: add --apply-chat-template")
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=args.apply_chat_template_kwargs)
-        sample.prompt = render_prompt(sample.messages, load_tokenizer(args.hf_checkpoint), columns, schemas)
+        sample.prompt = render_prompt(sample.messages, load_tokenizer(args.hf_checkpoint), columns, schemas).text
         sample.prompt_tokens = None
         sample.prompt_tokens = prompt_tokens(args, sample)
         sample.metadata["tools"] = schemas

@@ -28,8 +28,7 @@ from fusionrl.data.train_batch import join_attempt
 from fusionrl.engines.answers import AnswerError, routed_experts
 from fusionrl.engines.client import Generation
 from fusionrl.observe.spans import course, part
-from fusionrl.rewards.dispatch import length_reward, score_group, score_sample
-from fusionrl.rewards.reward_call import RewardSettings
+from fusionrl.rewards.dispatch import RewardSettings, length_reward, score_group, score_sample
 from fusionrl.rollout.event_loop import LoopSemaphore
 from fusionrl.rollout.generate_state import (
     GENERATED,
@@ -340,7 +339,7 @@ async def generate_and_score(
         if context.args.rollout_sample_hook_path:
             samples = [await apply_sample_hooks(context, item, evaluation) for item in samples]
         with samples_in_flight.note(SCORED, sample):
-            await _score(context, samples, isinstance(result, list), evaluation)
+            await _add_rewards(context, samples, isinstance(result, list), evaluation)
         for item in samples:
             samples_in_flight.scored(item)
         for last in samples[-1:]:
@@ -348,7 +347,7 @@ async def generate_and_score(
     return samples if isinstance(result, list) else samples[0]
 
 
-async def _score(context: SampleContext, samples: list[Sample], are_several: bool, evaluation: bool) -> None:
+async def _add_rewards(context: SampleContext, samples: list[Sample], are_several: bool, evaluation: bool) -> None:
     """Fill in the rewards that are missing; those of --group-rm wait for the group."""
     if context.rewards.is_group_call:
         if evaluation:  # an evaluation has no groups: the group function sees one sample at a time
@@ -422,18 +421,19 @@ def as_list(result: Sample | list[Sample]) -> list[Sample]:
 
 
 # ------------------------------------------------------------------------------------------------ a group
-async def generate_group(context: SampleContext, group: list[Sample], params: SamplingParams) -> list[Sample]:
-    """Make all samples of one prompt; with --group-rm they are scored together, once all are finished.
-
-    Where the greedy answer that the estimator needs has no reward, nothing compares with it: its group is FAILED.
-    """
-    return [sample for result in await generate_siblings(context, group, params) for sample in as_list(result)]
+def flat_group(results: Sequence[Sample | list[Sample]]) -> list[Sample]:
+    """Return the samples of `generate_group` one after the other."""
+    return [sample for result in results for sample in as_list(result)]
 
 
-async def generate_siblings(
+async def generate_group(
     context: SampleContext, group: list[Sample], params: SamplingParams, evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
-    """As `generate_group`; what a generate function made of one sample stays together, as slime returns it."""
+    """Make all samples of one prompt; with --group-rm they are scored together, once all are finished.
+
+    What a generate function made of one sample stays together, as slime returns it. Where the greedy answer that the
+    estimator needs has no reward, nothing compares with it: its group is FAILED.
+    """
     makes = asyncio.gather(*(generate_and_score(context, sample, dict(params), evaluation) for sample in group))
     needs_baseline = context.needs_greedy_answer and not evaluation and group[0].baseline_reward is None
     baseline: float | None = None
@@ -441,7 +441,7 @@ async def generate_siblings(
         results, baseline = await asyncio.gather(makes, _greedy_reward(context, group[0], params))
     else:
         results = await makes
-    samples = [s for result in results for s in as_list(result)]
+    samples = flat_group(results)
     comes_again = is_stopping(context.args) and any(s.status == Sample.Status.ABORTED for s in samples)
     if context.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
         for sample, reward in zip(samples, await score_group(context.rewards, samples), strict=True):

@@ -30,11 +30,10 @@ from fusionrl.engines.client import abort_all
 from fusionrl.rollout.generate import (
     SampleContext,
     SamplingParams,
-    as_list,
+    flat_group,
     generate,
     generate_and_score,
     generate_group,
-    generate_siblings,
     generate_turn,
     prompt_tokens,
     room,
@@ -75,7 +74,7 @@ __all__ = [
     "stream_generate",
 ]
 
-Task = asyncio.Task[list[Sample]]
+Task = asyncio.Task[list[Sample | list[Sample]]]
 ABORT_TIMEOUT_S = 30.0  # for engines to let go of what is aborted
 MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that keeps next to nothing ends the run
 
@@ -118,10 +117,10 @@ async def generate_and_rm_group(
     """
     if GenerateState(args).aborted:
         return group
-    return await generate_siblings(SampleContext.of_args(args), group, sampling_params, evaluation)
+    return await generate_group(SampleContext.of_args(args), group, sampling_params, evaluation)
 
 
-async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
+async def abort(args: Namespace, rollout_id: int) -> list[list[Sample | list[Sample]]]:
     """Stop what a user's rollout function has under way in `GenerateState(args).pendings`, and wait for it.
 
     Returns the groups with what they have, for the data source, with --partial-rollout; else none. The state stays
@@ -134,7 +133,7 @@ async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
     groups = [task.result() for task in done]
     if not args.partial_rollout:
         return []
-    for sample in (sample for group in groups for item in group for sample in as_list(item)):
+    for sample in (sample for group in groups for sample in flat_group(group)):
         if sample.response:
             sample.metadata.setdefault("start_rollout_id", rollout_id)
     return groups
@@ -262,7 +261,7 @@ class _Rollout:
             done, _ = await asyncio.wait(self._pending, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 blank = self._pending.pop(task)
-                self._take(task.result(), blank)
+                self._take(flat_group(task.result()), blank)
 
     def _take(self, group: list[Sample], blank: list[Sample]) -> None:
         are_missing = len(self._kept) + len(self._pending) < self._num_wanted
@@ -299,7 +298,8 @@ class _Rollout:
         """
         for task in await _abort_requests(self._args, self._pending, ABORT_TIMEOUT_S):
             blank = self._pending.pop(task)
-            group = task.result()  # what it raised, a reward function's error say, ends the rollout as at any time
+            # What it raised, a reward function's error say, ends the rollout as at any time.
+            group = flat_group(task.result())
             one_each = len(group) == len(blank)  # several samples made of one cannot be continued
             self._source.add_samples([group if one_each else blank])
             if one_each:
@@ -365,7 +365,7 @@ async def _evaluate_set(args: Namespace, eval_set: EvalSet) -> EvalResult:
     results = await asyncio.gather(*(generate_and_score(context, s, dict(params), evaluation=True) for s in samples))
     samples = []
     for index, result in zip(groups, results, strict=True):
-        for sample in as_list(result):
+        for sample in flat_group([result]):
             sample.group_index = index  # also where a user's function made the sample
             samples.append(sample)
     flag = "--eval-reward-key" if args.eval_config is None else f"{flag}: set {eval_set.name}: reward_key"

@@ -29,22 +29,22 @@ class Teacher:
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Score `samples` while other things are done; `finish` waits for it."""
-        self._tasks.append(asyncio.create_task(self.score(samples)))
+        self._tasks.append(asyncio.create_task(self.add_log_probs(samples)))
 
     async def finish(self) -> None:
-        """Wait for everything that `begin` started; raises what `score` raises."""
+        """Wait for everything that `begin` started; raises what `add_log_probs` raises."""
         await asyncio.gather(*self._tasks)
 
-    async def score(self, samples: Sequence[Sample]) -> None:
+    async def add_log_probs(self, samples: Sequence[Sample]) -> None:
         """Fill in `teacher_log_probs`, [response_length] float32, of the samples that lack it and train something.
 
         The tokens of tools and environments are scored with the others; a first token without a prompt gets 0. Raises
         RuntimeError, which names the sample, if the teacher refused it, or gave no number.
         """
         unscored = [s for s in samples if s.teacher_log_probs is None and response_mask(s).any()]
-        await asyncio.gather(*(self._score(sample) for sample in unscored))
+        await asyncio.gather(*(self._add_log_probs(sample) for sample in unscored))
 
-    async def _score(self, sample: Sample) -> None:
+    async def _add_log_probs(self, sample: Sample) -> None:
         sample.validate()
         # A group's prompt is read once: its samples go to one engine, which keeps what it has computed.
         client = self._clients[(sample.group_index or 0) % len(self._clients)]
@@ -77,6 +77,6 @@ class Teacher:
 
 
 async def score_samples(args: Namespace, samples: Sequence[Sample]) -> None:
-    """`Teacher.score` of samples, by clients that are opened for it on this event loop."""
+    """`Teacher.add_log_probs` of samples, by clients that are opened for it on this event loop."""
     async with Teacher(args) as teacher:
-        await teacher.score(samples)
+        await teacher.add_log_probs(samples)

@@ -511,7 +511,7 @@ def test_the_samples_at_which_a_hook_raised_are_written(buffer, changes, indices
     assert all(sample.error in str(caught.value) for sample in samples)  # type: ignore[attr-defined]
     if name == "ratio":  # the log has the traceback of the reward process
         text = "".join(traceback.format_exception(caught.value))
-        assert "fusionrl/rewards/worker.py" in text and "fusionrl/buffer/actor.py" in text
+        assert "fusionrl/rewards/reward_call.py" in text and "fusionrl/buffer/actor.py" in text
     if "ratio" in name:
         first, *lines = str(caught.value).splitlines()
         assert first.endswith(f"{HOOKS}:{name}: ZeroDivisionError: division by zero at sample 3")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
-from fusionrl.checks.rewards import label_check
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config
 from fusionrl.rewards.registry import RM_TYPES, LabelCheck, grade
@@ -53,8 +52,8 @@ def test_a_users_own_function_may_need_no_label(found: Found, tmp_path: Path) ->
     errors, warnings = found([row("2")], custom_generate_function_path=f"{file}:generate")
     assert errors == [] and "no label for --rm-type last_number" in warnings[0]
     config = Config.from_flat({"rollout_function_path": "a.b", "rm_type": "exact"})
-    assert label_check(config) is None, "a rollout function of the user's makes its own samples"
-    assert label_check(Config.from_flat({"mode": "sft", "rm_type": "exact"})) is None
+    assert LabelCheck.of_run(config) is None, "a rollout function of the user's makes its own samples"
+    assert LabelCheck.of_run(Config.from_flat({"mode": "sft", "rm_type": "exact"})) is None
 
 
 def test_one_bad_label_is_found_with_its_row(found: Found) -> None:

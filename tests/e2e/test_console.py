@@ -65,10 +65,12 @@ def check_failure(output: str, folder: Path) -> None:
     assert "the run ended after step 3; step_000003 has all of it: --resume continues from there\n" in last
     assert "--custom-rm-path tests/e2e/hooks.py:never: KeyError: 'answer' at sample " in last
     assert "raise KeyError" in last and 'tests/e2e/hooks.py", line ' in last
-    assert "fusionrl/rewards/worker.py" not in output
+    assert "fusionrl/rewards/reward_call.py" not in output
     (file,) = list_rollouts(folder, kind="failed")
     (row,) = file.rows()
     assert str(file.path) in last and f"at sample {row['index']}" in last and row["prompt"]
     assert row["response_length"] > 0  # its text may be empty: an end token alone
     log = (folder / "logs" / "driver.log").read_text()
-    assert all(name in log for name in ("fusionrl/rewards/worker.py", "fusionrl/buffer/actor.py", "tests/e2e/hooks.py"))
+    assert all(
+        name in log for name in ("fusionrl/rewards/reward_call.py", "fusionrl/buffer/actor.py", "tests/e2e/hooks.py")
+    )

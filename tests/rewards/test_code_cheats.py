@@ -9,11 +9,11 @@ import pytest
 from fusionrl.buffer.rollout_report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code
-from fusionrl.rewards.code import NoNumbers, grade_all, grade_share
-from fusionrl.rewards.code_tests import CallTest, ExpressionTest, NumbersTest, read_tests
+from fusionrl.rewards.code import grade_all, grade_share
+from fusionrl.rewards.code_tests import CallTest, ExpressionTest, read_tests
 from fusionrl.rewards.plain_data import wire_of
 from fusionrl.rewards.registry import REASONS
-from fusionrl.rewards.reward_call import RewardSettings, call_reward
+from fusionrl.rewards.reward_call import RewardCall, Scorer, call_reward
 from fusionrl.sandbox import SandboxError
 from tests.rewards.cheats import AS_PROGRAMS, CHEATS, EXPECTED, FEW_QUESTIONS, LABELS, NO_ANSWER
 
@@ -222,31 +222,25 @@ def test_types_count_in_asserts(answer: Any, statement: str) -> None:
 def is_expected(answer: Any, label: Any) -> bool:
     """Compare an answer, as a program's process hands it over, with what a label of one test wants."""
     (test,) = read_tests(label)
-    if not isinstance(test, CallTest | ExpressionTest | NumbersTest):
-        raise NoNumbers
-    answers = [wire_of(answer)] * len(test.expressions) if isinstance(test, NumbersTest) else wire_of(answer)
-    return code._is_expected(json.loads(json.dumps(answers)), test)
+    assert isinstance(test, CallTest | ExpressionTest)
+    return code._is_expected(json.loads(json.dumps(wire_of(answer))), test)
 
 
 NUMBERS = [
     ("assert abs(f() - 3.1) < 0.2 and not f() > 4", 3, True),
     ("assert math.isclose(f(), 3.0, rel_tol=1e-3)", 3.0001, True),
-    ("assert 1 < f() <= 3 != 4", 3, True),
     ("assert 1 < f() <= 3", 3.5, False),
-    ("assert f() == f() + 0 * 2", True, True),
     ("assert round(f(), 2) == 3.14 or f() / 0 == 1", 3.14159, True),
     ("assert f() / 0 == 1 or True", 3, False),
     ("assert abs(f() - 3) < 1", float("nan"), False),
-    ("assert f() != 3", [3], True),
     ("assert f() < 3", "2", False),
-    ("assert -f() > 0", None, False),
     ("assert f() > 10 ** 400", 10**401, True),
 ]
 
 
 @pytest.mark.parametrize(("statement", "answer", "passes"), NUMBERS)
 def test_asserts_over_numbers(statement: str, answer: Any, passes: bool) -> None:
-    """As Python itself says; where the answer is not a number of bounded size, the judge decides."""
+    """As Python itself says."""
     program = f"nan = float('nan')\ndef f(): return {answer!r}"
     try:
         exec(f"import math\n{program}\n{statement}", {})
@@ -254,12 +248,7 @@ def test_asserts_over_numbers(statement: str, answer: Any, passes: bool) -> None
     except (AssertionError, ArithmeticError, TypeError):
         python = False
     assert python is passes
-    try:
-        assert is_expected(answer, [statement]) is passes
-    except ArithmeticError:
-        assert not passes
-    except NoNumbers:
-        assert grade_share(block(program), [statement]).reward == float(passes)
+    assert grade_share(block(program), [statement]).reward == float(passes)
 
 
 def test_a_math_of_the_setup_is_not_taken_for_the_module() -> None:
@@ -325,13 +314,13 @@ def test_a_judge_without_pipes_is_an_error_of_the_sandbox(monkeypatch: pytest.Mo
 
 
 def test_reasons_reach_the_sample_and_the_metrics() -> None:
-    grading = RewardSettings(None, rm_type="code+format:0.1", allow_weak_sandbox=True)
+    scorer = Scorer(None, "code+format:0.1", "")
     metadata = {"shared": 1}
     samples = [
         Sample(index=i, response=block(f"def f(): return {i}"), label=["assert f() == 1"] * 2, metadata=metadata)
         for i in range(3)
     ]
-    rewards = [call_reward(grading, sample) for sample in samples]
+    rewards = [call_reward(RewardCall(scorer, [sample], allow_weak_sandbox=True)) for sample in samples]
     assert rewards == [0.0, 1.0, 0.0]
     assert [sample.metadata.get("code_failures") for sample in samples] == [{"wrong": 2}, None, {"wrong": 2}]
     assert metadata == {"shared": 1}, "the samples of a group share it"

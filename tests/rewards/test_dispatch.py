@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,17 @@ from typing import Any
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, lost_metrics
+from fusionrl.rewards.dispatch import (
+    RewardError,
+    RewardSettings,
+    async_rm,
+    batched_async_rm,
+    call_of,
+    counting_lost,
+    lost_metrics,
+)
 from fusionrl.rewards.registry import RM_TYPES
-from fusionrl.rewards.reward_call import RewardSettings
+from fusionrl.rewards.reward_call import RewardCall, Scorer
 
 HOOKS = """
 import asyncio, os
@@ -230,14 +239,19 @@ def test_a_server_scores(json_server: Any) -> None:
 def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
     """The flags go to a user's function, as it has them elsewhere; a built-in reward gets the few that it reads."""
     args = flags(rm_type="exact", prompt_data=["x" * 1000], abort_event=threading.Event(), own=threading.Lock())
-    settings = RewardSettings.of_args(args)
-    graded = settings.for_call(None).packed().read()
-    assert graded.args is None and (graded.rm_type, graded.format_regex) == ("exact", None)
-    for_hook = settings.for_call("a.py:f").packed().read()
-    assert for_hook.args is not None
-    assert vars(for_hook.args) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
-    other = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"]))
+
+    def sent(args: argparse.Namespace, path: str | None) -> RewardCall:
+        call = call_of(RewardSettings.of_args(args), Scorer(path, "exact", ""), [Sample()], {})
+        received: RewardCall = pickle.loads(call.packed())[0]
+        return received
+
+    assert sent(args, None).args is None
+    for_hook = sent(args, "a.py:f").args
+    assert for_hook is not None
+    assert vars(for_hook) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
+    other = sent(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"], rm_format_regex="x+"), None)
     assert other.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}
+    assert other.format_regex == "x+"
 
 
 def test_a_sample_that_nothing_scores_says_so() -> None:

@@ -1,6 +1,7 @@
 """Reward functions that hang, block or die: each costs its own sample's reward, and no more time than allowed."""
 
 import argparse
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fusionrl.config.hooks import load_function
 from fusionrl.data.image_store import IMAGES
 from fusionrl.data.images import ImageLimits, ProcessorFiles
 from fusionrl.data.processor import image_inputs
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
-from fusionrl.rewards.reward_call import LostReward, PackedSettings, RewardRaised, RewardSettings, is_async
+from fusionrl.rewards.reward_call import LostReward, RewardCall, RewardRaised, Scorer
 
 GUILTY = 7
 HOOKS = """
@@ -97,13 +99,11 @@ def pool() -> Iterator[RewardPool]:
     made.close()
 
 
-def grading(path: str) -> PackedSettings:
-    """Return what a process is sent of the flags, for a user's function."""
-    return RewardSettings(argparse.Namespace(custom_rm_path=path), custom_rm_path=path).packed()
-
-
-def call(pool: RewardPool, args: PackedSettings, samples: list[Sample], limit_s: float = 5.0, **more: Any) -> Any:
-    return pool.submit(args, samples, limit_s=limit_s, **{"call": "sample", "kwargs": {}, "is_async": False} | more)
+def call(pool: RewardPool, path: str, sample: Sample, limit_s: float = 5.0) -> Future[Any]:
+    """Let the pool call a user's function."""
+    args = argparse.Namespace(custom_rm_path=path)
+    is_async = inspect.iscoroutinefunction(load_function(path))
+    return pool.submit(RewardCall(Scorer(path, "", ""), [sample], args), limit_s, is_async)
 
 
 def submit(
@@ -111,7 +111,7 @@ def submit(
 ) -> tuple[list[Future[Any]], list[Sample]]:
     """Hand samples with responses of these lengths to the pool, one a call."""
     samples = [Sample(index=i, response="x" * length) for i, length in enumerate(lengths)]
-    return [call(pool, grading(path), [sample], limit_s, is_async=is_async(path)) for sample in samples], samples
+    return [call(pool, path, sample, limit_s) for sample in samples], samples
 
 
 def score(pool: RewardPool, path: str, count: int, limit_s: float) -> tuple[list[Any], list[Sample]]:
@@ -211,7 +211,7 @@ def test_a_function_sees_the_images_of_a_sample(pool: RewardPool, hooks: str, tm
         train = shown.multimodal_train_inputs
         assert train is not None
         for sample, wanted in ((shown, train["pixel_values"].sum().item()), (asked, 0.0)):
-            reward = call(pool, grading(f"{hooks}:looks"), [sample], 50.0).result(60)
+            reward = call(pool, f"{hooks}:looks", sample, 50.0).result(60)
             assert reward == pytest.approx(wanted, rel=1e-4)
             assert sample.metadata["pixel"] == tuple(pixels[5, 3])
         assert images_of(asked) == [ref]
@@ -232,10 +232,10 @@ def test_errors_come_back_as_what_they_say(pool: RewardPool, hooks: str) -> None
         with pytest.raises(RewardRaised, match=message):
             score(pool, f"{hooks}:{name}", 1, 5.0)
     for label, kwargs in ((Strange(), {}), ("a", {"note": Strange()})):
+        graded = RewardCall(Scorer(None, "exact", ""), [Sample(response="a", label=label)], kwargs=kwargs)
+        future = pool.submit(graded, 5.0, is_async=False)
         with pytest.raises(RewardRaised, match="TypeError"):
-            call(
-                pool, RewardSettings(None, rm_type="exact").packed(), [Sample(response="a", label=label)], kwargs=kwargs
-            ).result(30)
+            future.result(30)
 
 
 def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> None:

@@ -225,7 +225,7 @@ def test_thoughts_of_earlier_turns_are_rendered_as_in_data(name: str) -> None:
         {"role": "assistant", "content": "It is.", "reasoning_content": "So it is."},
         {"role": "user", "content": "Sure?"},
     ]
-    wanted = render_prompt(of_data, found.tokenizer, PromptColumns("", apply_chat_template=True))
+    wanted = render_prompt(of_data, found.tokenizer, PromptColumns("", apply_chat_template=True)).text
     assert prompt(found, asked) == wanted
     assert "(I look.)[f:{}]" in wanted and "(So it is.)It is." in wanted
 

@@ -167,7 +167,7 @@ def probe_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
         for index, (_, row) in enumerate(islice(read_rows(spec), NUM_ROWS)):
             metadata, tools = metadata_and_tools(row, columns)
             try:
-                prompt = render_prompt(see(row, columns).prompt, tokenizer, columns, tools)  # type: ignore[arg-type]  # checked before
+                prompt = render_prompt(see(row, columns).prompt, tokenizer, columns, tools).text  # type: ignore[arg-type]  # checked before
             except ValueError:
                 continue  # a user's function renders it
             label = row.get(columns.label_key) if columns.label_key else None

@@ -22,9 +22,8 @@ from fusionrl.data.render import TemplateError, call_template
 from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.data.tokenizer import read_end_tokens
 from fusionrl.models.hf_folder import stored_tensors
-from fusionrl.rewards.dispatch import RewardError, score_group
+from fusionrl.rewards.dispatch import RewardError, RewardSettings, score_group
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES, parse_rm_type, reward_of
-from fusionrl.rewards.reward_call import RewardSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

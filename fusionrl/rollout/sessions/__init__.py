@@ -21,8 +21,7 @@ from numbers import Real
 
 from fusionrl.config.hooks import HookError, load_function, user_code
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.dispatch import score_sample
-from fusionrl.rewards.reward_call import RewardSettings, takes_a_list
+from fusionrl.rewards.dispatch import RewardSettings, score_sample, takes_a_list
 from fusionrl.rollout.generate import SamplingParams
 from fusionrl.rollout.sessions.session import CUT, NO_ROOM, Session, open_session
 

@@ -182,7 +182,7 @@ class Segments:
         sample = copy.deepcopy(self.blank)
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=dict(template))
         guarded = [self._guarded(message) for message in turn_request.messages]
-        sample.prompt = render_prompt(guarded, self.tokenizer, columns, turn_request.tools or None)
+        sample.prompt = render_prompt(guarded, self.tokenizer, columns, turn_request.tools or None).text
         sample.prompt_tokens = None
         tokens = self.tokenizer.encode(sample.prompt, add_special_tokens=False)
         whole = with_images(tokens, images_of(turn_request.messages))
