@@ -136,7 +136,7 @@ for room in ("config", "plan", "data", "rewards"):
     package = importlib.import_module("fusionrl." + room)
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-import fusionrl.buffer.actor, fusionrl.plan.push
+import fusionrl.buffer.actor, fusionrl.plan.push_plan
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
     assert run_code(program).splitlines()[-1] == "[]"

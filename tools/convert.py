@@ -23,7 +23,7 @@ from fusionrl.base.group_stores import create_group_store
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models import families
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.trainers import trainer_plan
+from fusionrl.plan.trainer_plan import trainer_plan
 from fusionrl.trainer.model_rank import ModelRank
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from fusionrl.plan.memory.activations import (
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trained_parts import adapters_of, frozen_of
-from fusionrl.plan.trainers import trainer_plan
+from fusionrl.plan.trainer_plan import trainer_plan
 from tests.tiny_vision import random_image, raw_config
 from tools import published_peaks
 from tools.parity_rows import COMMON, KNOWN_AS, LORA, MODELS, ROWS, SEEING, Row, without_adapters

@@ -33,7 +33,7 @@ from fusionrl.engines.http import call
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.ray_cluster import actor_on, start_ray

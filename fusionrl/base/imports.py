@@ -170,7 +170,7 @@ def cached_scans() -> Iterator[None]:
 
 def _distributions(original: Callable[[], Mapping[str, list[str]]]) -> Mapping[str, list[str]]:
     """As `importlib.metadata.packages_distributions`: top-level module → packages that have it."""
-    return _cached("packages", _record_facts(), original, dict, dict)
+    return _cached("packages", _record_facts(), original, dict, lambda content: dict(content.items()))
 
 
 def _record_facts() -> Iterator[str]:
@@ -255,7 +255,8 @@ def _cached(
     except (RuntimeError, OSError):  # a user without a home; a file that goes at this moment; an archive
         return find_out()
     with contextlib.suppress(TypeError, ValueError, AttributeError):  # there is none, or of another form
-        return from_json(read_cache(path))
+        if answer := from_json(read_cache(path)):  # an empty one is damaged: every scan finds something
+            return answer
     answer = find_out()
     with contextlib.suppress(OSError, TypeError, ValueError, AttributeError):  # another transformers': not kept
         plain = to_json(answer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import os
 import threading
@@ -88,7 +89,7 @@ class HookBorder:
     def __init__(self, config: Config, plan: Plan, run_dir: Path, abort: threading.Event) -> None:
         self._config, self._plan, self._run_dir, self._abort = config, plan, run_dir, abort
         self.endpoints = EngineEndpoints()
-        self._built: dict[EngineEndpoints, Namespace] = {}
+        self._built = functools.lru_cache(maxsize=2)(self._build)  # of rollouts, and of evaluations
 
     def hook(self, field: str) -> Hook | None:
         """Return the function of the flag of `field`; None where the user gives none."""
@@ -103,9 +104,7 @@ class HookBorder:
         ends = self.endpoints
         if is_evaluation and ends.eval_urls:
             ends = replace(ends, router_url=ends.eval_router_url, engine_urls=ends.eval_urls)
-        if ends not in self._built:
-            self._built[ends] = self._build(ends)
-        return copy.deepcopy(self._built[ends])
+        return copy.deepcopy(self._built(ends))
 
     def policy_urls(self) -> list[str]:
         """Return the addresses of the policy's engines and of their router."""

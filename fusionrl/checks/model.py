@@ -25,7 +25,7 @@ from fusionrl.models.quantization import BlockFp8, read_quantization, shape_erro
 from fusionrl.models.rules import MTP
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.placement import check_engine_size
-from fusionrl.plan.trainers import TrainerPlan, auxiliary_role
+from fusionrl.plan.trainer_plan import TrainerPlan, auxiliary_role
 
 
 def unreadable_errors(config: Config) -> list[str]:

@@ -8,7 +8,7 @@ from fusionrl.models.peft import read_peft
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import ALL_LINEAR, has_stacks
 from fusionrl.plan.trained_parts import adapter_folders, adapters_of
-from fusionrl.plan.trainers import auxiliary_role
+from fusionrl.plan.trainer_plan import auxiliary_role
 
 # Estimators that measure a sample against its siblings alone: a single sample gets 0.
 OF_GROUPS = names_where(lambda estimator: estimator.compares_siblings and estimator.role is None)

@@ -19,7 +19,7 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.render import render_plan
-from fusionrl.plan.trainers import lr_decay_steps
+from fusionrl.plan.trainer_plan import lr_decay_steps
 
 
 def run(argv: Sequence[str]) -> int:

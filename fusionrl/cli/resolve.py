@@ -23,7 +23,7 @@ from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.devices import this_machine
 from fusionrl.plan.placement import check_fused_layers
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
-from fusionrl.plan.trainers import auxiliary_config, lr_decay_steps
+from fusionrl.plan.trainer_plan import auxiliary_config, lr_decay_steps
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 

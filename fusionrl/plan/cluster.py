@@ -12,7 +12,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import serving_groups
 from fusionrl.config.run_parts import estimator_of, uses_trainers
 from fusionrl.plan.devices import KINDS, Machine
-from fusionrl.plan.trainers import auxiliary_role, role_flag
+from fusionrl.plan.trainer_plan import auxiliary_role, role_flag
 
 _SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)
 

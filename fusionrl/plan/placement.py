@@ -11,7 +11,7 @@ from fusionrl.config.engine_groups import FLAG, engine_groups, eval_group, servi
 from fusionrl.config.run_parts import asks_for_routing, uses_engines, uses_trainers
 from fusionrl.models.quantization import BlockFp8, read_described
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.trainers import layer_impl
+from fusionrl.plan.trainer_plan import layer_impl
 
 Bundles = tuple[tuple[int, ...], ...]
 SIZE_FLAG = "--rollout-num-gpus-per-engine"

@@ -32,7 +32,7 @@ from fusionrl.plan.placement import (
     place_one_by_one,
     plan_scorers,
 )
-from fusionrl.plan.push import push_tensors, torch_name
+from fusionrl.plan.push_plan import push_tensors, torch_name
 from fusionrl.plan.trained_parts import (
     AdapterPush,
     adapter_push,
@@ -42,7 +42,7 @@ from fusionrl.plan.trained_parts import (
     max_image_tokens,
     vision_errors,
 )
-from fusionrl.plan.trainers import (
+from fusionrl.plan.trainer_plan import (
     AuxiliaryPlan,
     TrainerPlan,
     auxiliary_config,

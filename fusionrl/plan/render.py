@@ -18,9 +18,9 @@ from fusionrl.plan.memory.bars import gib
 from fusionrl.plan.memory.report import training_bytes
 from fusionrl.plan.pipeline_knobs import describe_knobs
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import planned_push
+from fusionrl.plan.push_plan import planned_push
 from fusionrl.plan.trained_parts import adapter_folders, adapter_push, adapters_of, target_modules, trains_tower
-from fusionrl.plan.trainers import WIDTHS, warm_up_notes
+from fusionrl.plan.trainer_plan import WIDTHS, warm_up_notes
 
 _TURNS = {
     "engines first": "engines start alone, then trainers; in a push and its check each side holds its weights alone;"

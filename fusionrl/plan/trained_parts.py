@@ -18,7 +18,7 @@ from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.costs import ImageCost
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.pipeline_knobs import keeps_groups_in_flight
-from fusionrl.plan.trainers import auxiliary_role
+from fusionrl.plan.trainer_plan import auxiliary_role
 
 AdapterPush = Literal["adapter", "merged"]
 _OLDER_IN_FLIGHT = 3  # versions of running requests where a rollout function never lets its groups end

@@ -23,7 +23,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.rollout import RolloutGroup
 from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import EngineTarget, join_nodes
+from fusionrl.plan.push_plan import EngineTarget, join_nodes
 from fusionrl.runtime.engine_specs import expert_parts
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.supervisor import gather, root_cause

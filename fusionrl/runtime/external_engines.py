@@ -31,7 +31,7 @@ from fusionrl.models.engine_config import engine_fields
 from fusionrl.models.shape import read_hf_config, read_text_config
 from fusionrl.observe.run_dir import EngineState, add_wanted, read_wanted, write_states
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.runtime.actor_process import ProcessSettings, log_to
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES, policy_server_args

@@ -38,7 +38,7 @@ from fusionrl.engines.spec import EngineSpec
 from fusionrl.observe.run_dir import umask_of
 from fusionrl.plan.devices import VARIABLE, Gpu, nth, refuse_slices, shared_settings
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.trainers import Role, auxiliary_config
+from fusionrl.plan.trainer_plan import Role, auxiliary_config
 from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_specs import EngineRole, engine_specs

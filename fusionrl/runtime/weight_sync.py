@@ -13,7 +13,7 @@ import ray
 from fusionrl.config.config import Config
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
+from fusionrl.plan.push_plan import EngineTarget, Feed, plan_feeds
 from fusionrl.plan.trained_parts import adapter_folders, adapters_of, has_several_adapters
 from fusionrl.runtime.engine_pool import CACHES, EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES

@@ -26,7 +26,7 @@ from fusionrl.models import families
 from fusionrl.models.hf_io import local_tensors
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import model_errors
-from fusionrl.plan.trainers import TrainerPlan, lr_decay_steps, warm_up_steps
+from fusionrl.plan.trainer_plan import TrainerPlan, lr_decay_steps, warm_up_steps
 from fusionrl.trainer import settings
 from fusionrl.trainer.layers import block_spec, finish_layers
 from fusionrl.trainer.outputs import ChosenOutputs, ValueModel

@@ -20,7 +20,7 @@ from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.trainable import AdapterSpec
 from fusionrl.observe.spans import phase, span
 from fusionrl.plan.trained_parts import adapted_of, adapter_folders, adapters_of, frozen_of
-from fusionrl.plan.trainers import TrainerPlan
+from fusionrl.plan.trainer_plan import TrainerPlan
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.plan.push_plan import EngineTarget, Feed
 from fusionrl.plan.trained_parts import adapter_folders
 from fusionrl.trainer.trainer_base import TrainerBase
 

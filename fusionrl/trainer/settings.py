@@ -11,7 +11,7 @@ import torch
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.trainers import Impl, TrainerPlan, layer_impl
+from fusionrl.plan.trainer_plan import Impl, TrainerPlan, layer_impl
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

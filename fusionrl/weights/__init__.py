@@ -1,4 +1,4 @@
-"""Room `weights`: pushes weights from trainers to engines and verifies them; `fusionrl.plan.push` plans the push.
+"""Room `weights`: pushes weights from trainers to engines and verifies them; `fusionrl.plan.push_plan` plans the push.
 
 A weight's way: `trainer/push_source.py`; `send.py` (plan, buffers); `gather.py` and `models/hf_io.py` (parts into
 whole tensors); `broadcast.py`, `cuda_ipc.py` or shared memory; the engine; `checksums.py` and `verify.py`. The driver

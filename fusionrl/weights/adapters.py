@@ -25,7 +25,7 @@ from fusionrl.models.peft import CONFIG, WEIGHTS, peft_config, read_peft
 from fusionrl.models.rules import Rule, Sizes
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import ADAPTER, AdapterSpec, peft_module, peft_sizes, targeted_names
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.remote_calls import MergeLosses, SendReport, new_send_report, note_sent, wait_all
 
 # Modules that engines have as one: SGLang takes an adapter of all of them.

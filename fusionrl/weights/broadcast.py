@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fusionrl.base.group_stores import MIXED_GROUP, PUSH_GROUP, attend, call_off, connecting, create_group_store, meet
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.remote_calls import Reference, future_of, wait_all
 
 _CALL_OFF_S = 5.0  # for the run's own engines to notice that a meeting is called off

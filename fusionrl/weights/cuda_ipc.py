@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from fusionrl.observe.spans import note
-from fusionrl.plan.push import BUFFERS, EngineTarget, Feed
+from fusionrl.plan.push_plan import BUFFERS, EngineTarget, Feed
 from fusionrl.weights.broadcast import start_thread
 from fusionrl.weights.gather import buckets, of_all_ranks
 from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, stamp_of, wait_all

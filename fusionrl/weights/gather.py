@@ -24,7 +24,7 @@ from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import AdapterSpec
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.push import Bucket, PushPlan, PushTensor, are_together, push_tensors
+from fusionrl.plan.push_plan import Bucket, PushPlan, PushTensor, are_together, push_tensors
 
 if TYPE_CHECKING:
     from fusionrl.weights.adapters import Merger, MergeSums

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.observe.spans import span
-from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.plan.push_plan import EngineTarget, Feed
 from fusionrl.weights.remote_calls import SendReport, WriteReport, future_of, wait_all
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from fusionrl.base.group_stores import create_group_store, join_group_store
 from fusionrl.engines.spec import LOADER
 from fusionrl.engines.weight_payload import SharedBuffer, by_value, map_segment
 from fusionrl.observe.spans import note, span
-from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, own_experts, plan_push
+from fusionrl.plan.push_plan import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, own_experts, plan_push
 from fusionrl.weights.broadcast import Broadcast, start_thread
 from fusionrl.weights.gather import Exporter, PartGatherer, Parts, of_all_ranks, quantize_in_place, views_of
 from fusionrl.weights.remote_calls import SendReport, new_send_report, note_sent, stamp_of, wait_all

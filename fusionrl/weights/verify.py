@@ -14,7 +14,7 @@ from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.engines.answers import Generation
 from fusionrl.engines.client import GenerateClient
 from fusionrl.models.vision import NAMES as TOWER
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.remote_calls import get
 
 if TYPE_CHECKING:

@@ -196,7 +196,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, found_out: list[str],
     assert _scan(source, found_out) == expected and len(found_out) == 2
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '[["torch"]]', '[["torch", {"one": 3}]]'])
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '[["torch"]]', '[["torch", {"one": 3}]]'])
 def test_a_file_of_another_form_is_written_anew(tmp_path: Path, found_out: list[str], text: str) -> None:
     source, _ = _models(tmp_path)
     _scan(source, found_out)
@@ -228,6 +228,11 @@ def test_the_packages_of_a_folder(tmp_path: Path, found_out: list[str], monkeypa
         return dict(importlib.metadata.packages_distributions())  # type: ignore[arg-type]
 
     assert [_distributions(usual) for _ in range(2)] == [{"one": ["one"]}] * 2 and len(found_out) == 1
+    (file,) = (tmp_path / "cache" / "fusionrl").iterdir()
+    for damaged in ("[]", "{}", '[["one", "two"]]'):
+        file.write_text(damaged)
+        found_out.clear()
+        assert [_distributions(usual) for _ in range(2)] == [{"one": ["one"]}] * 2 and len(found_out) == 1
     shutil.rmtree(folder)
     _install(folder, "one", "another_module")
     importlib.invalidate_caches()

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_it_is_built_once_and_each_hook_has_a_copy(border: HookBorder, monkeypat
     border.endpoints = EngineEndpoints("http://10.0.0.9:31000", (URLS[1],))
     assert border.args().engine_urls == [URLS[1]] and len(built) == 2
     assert border.policy_urls() == ["http://10.0.0.9:31000", URLS[1]]
+
+
+def test_what_was_built_for_replaced_engines_is_freed(border: HookBorder, monkeypatch: Any) -> None:
+    built, to_args = list[weakref.ref[Any]](), Config.to_args
+
+    def noted(self: Config, **extra: Any) -> Any:
+        args = to_args(self, **extra)
+        built.append(weakref.ref(args))
+        return args
+
+    monkeypatch.setattr(Config, "to_args", noted)
+    for number in range(5):
+        border.endpoints = EngineEndpoints("http://10.0.0.9:31000", (f"http://10.0.0.1:{number}",))
+        border.args()
+    assert len(built) == 5 and built[0]() is None and built[-1]() is not None
 
 
 def test_endpoints_that_come_during_a_build_are_the_next_calls(border: HookBorder, monkeypatch: Any) -> None:

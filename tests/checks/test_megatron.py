@@ -15,7 +15,7 @@ from fusionrl.config.config import PassThrough
 from fusionrl.config.parser import CommandLineError
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout, model_errors
-from fusionrl.plan.trainers import trainer_plan
+from fusionrl.plan.trainer_plan import trainer_plan
 from tests.trainer.trainer_worker import config_of
 
 Rows = Callable[..., Path]

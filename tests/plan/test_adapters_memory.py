@@ -17,7 +17,7 @@ from fusionrl.plan.memory.states import served_bytes
 from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.plan.render import render_plan
 from fusionrl.plan.trained_parts import adapter_push, adapter_slots, frozen_of
-from fusionrl.plan.trainers import auxiliary_config
+from fusionrl.plan.trainer_plan import auxiliary_config
 from tests.plan.shapes import SMALL
 
 TINY = shape_from_hf_config(SMALL)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config
-from fusionrl.plan.trainers import lr_decay_steps, warm_up_notes
+from fusionrl.plan.trainer_plan import lr_decay_steps, warm_up_notes
 
 WARM_UP = {"lr_warmup_iters": 4, "lr": 1e-3}
 

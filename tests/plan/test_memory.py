@@ -28,7 +28,7 @@ from fusionrl.plan.memory.trainer import (
     trainer_memory,
 )
 from fusionrl.plan.plan import Plan, make_plan
-from fusionrl.plan.push import BUFFERS, plan_for_layout
+from fusionrl.plan.push_plan import BUFFERS, plan_for_layout
 from fusionrl.plan.render import memory_warnings, render_plan
 from tests.plan.shapes import SMALL
 

@@ -13,7 +13,7 @@ from fusionrl.plan import render
 from fusionrl.plan.placement import check_fused_layers, place_engines, place_one_by_one
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.render import open_file_warnings, render_plan, samples_in_flight
-from fusionrl.plan.trainers import auxiliary_config, layer_impl
+from fusionrl.plan.trainer_plan import auxiliary_config, layer_impl
 from tests.models.test_families import shape_of
 from tests.plan.shapes import SMALL
 

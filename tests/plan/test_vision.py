@@ -23,7 +23,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.engine import engine_memory, prefill_chunk, seeing_fraction, static_fraction
 from fusionrl.plan.plan import plan_errors
 from fusionrl.plan.trained_parts import frozen_of, image_cost, max_image_tokens, trains_tower, vision_errors
-from fusionrl.plan.trainers import auxiliary_config
+from fusionrl.plan.trainer_plan import auxiliary_config
 from tests.tiny_vision import config_of, raw_config
 
 SEES = {"multimodal_keys": {"image": "images"}}

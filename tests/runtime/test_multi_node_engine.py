@@ -20,7 +20,7 @@ from fusionrl.engines.process import ChildProcess, base_url
 from fusionrl.engines.spec import EngineSpec, server_command
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.devices import Gpu
-from fusionrl.plan.push import join_nodes
+from fusionrl.plan.push_plan import join_nodes
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.engine_specs import engine_specs, policy_server_args
 from fusionrl.runtime.external_engines import engine_requirements

@@ -19,7 +19,7 @@ from fusionrl.data.train_batch import TrainShard
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
-from fusionrl.plan.trainers import auxiliary_config
+from fusionrl.plan.trainer_plan import auxiliary_config
 from fusionrl.runtime.trainers import TrainerGroups
 from tests.trainer.hf_models import make_critic
 from tests.trainer.local_ranks import LocalRanks

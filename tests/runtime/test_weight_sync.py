@@ -12,7 +12,7 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.runtime import run_actors, weight_sync
 from fusionrl.runtime.run_actors import start_all
 from fusionrl.runtime.weight_sync import WeightSync

@@ -17,7 +17,7 @@ from fusionrl.base.group_stores import create_group_store
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.trainers import trainer_plan
+from fusionrl.plan.trainer_plan import trainer_plan
 
 TIMEOUT_S = 120.0
 T = TypeVar("T")

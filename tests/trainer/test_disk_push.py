@@ -18,7 +18,7 @@ from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.http import call
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.checksums import engine_checksums
 from fusionrl.weights.disk import DiskOptions
 from fusionrl.weights.push import drop_files, push_by_disk

@@ -14,7 +14,7 @@ from fusionrl.models.convert import dequantize_mxfp4, quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.push import push_tensors, stage_of_rule
+from fusionrl.plan.push_plan import push_tensors, stage_of_rule
 from tests.tiny_model import make_fp8, make_mxfp4
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import Failed, Samples, config_of

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fusionrl.config.config import Config
 from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.trainers import TrainerPlan
+from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer.settings import installed_impl, rank_device
 from tests.models.test_families import shape_of
 from tests.trainer.trainer_worker import config_of

@@ -8,7 +8,7 @@ import torch
 
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.trainers import warm_up_notes
+from fusionrl.plan.trainer_plan import warm_up_notes
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import Samples, config_of
 from tools.parity import all_logits, checkpoint_gradients, run_logits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.trainers import auxiliary_config
+from fusionrl.plan.trainer_plan import auxiliary_config
 from tests.trainer import trainer_worker
 from tests.trainer.hf_models import clone, response_log_probs
 from tests.trainer.test_critic import call, columns

@@ -16,7 +16,7 @@ from fusionrl.base.group_stores import create_group_store
 from fusionrl.models import families
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.trainers import trainer_plan
+from fusionrl.plan.trainer_plan import trainer_plan
 from tests.trainer import hf_models
 from tests.trainer.trainer_worker import config_of
 from tools.proof.machine import ROOT, has_package

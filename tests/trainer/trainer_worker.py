@@ -163,7 +163,7 @@ def gathered(
     import torch
     import torch.distributed as dist
 
-    from fusionrl.plan.push import plan_push
+    from fusionrl.plan.push_plan import plan_push
     from fusionrl.weights.gather import Exporter, quantize_in_place, views_of
 
     trained = actor.trained

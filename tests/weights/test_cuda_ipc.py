@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.plan.push_plan import EngineTarget, Feed
 from fusionrl.weights import cuda_ipc
 from fusionrl.weights.cuda_ipc import STORAGE_DEVICE, CudaIpc, with_uuid
 from fusionrl.weights.gather import Exporter

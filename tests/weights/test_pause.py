@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.push import PushCalls
 from tools.threaded import Threaded
 

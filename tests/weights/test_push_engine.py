@@ -17,7 +17,7 @@ from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.engine import EngineActor
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.push import push_weights
 from fusionrl.weights.verify import compare_checksums
 from tests.engines.real_engine import KEY, log_probs, real_engine

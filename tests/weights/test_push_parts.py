@@ -18,7 +18,7 @@ from fusionrl.base.group_stores import CalledOff, create_group_store, join_group
 from fusionrl.models.convert import quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.rules import Rule
-from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
+from fusionrl.plan.push_plan import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send
 from fusionrl.weights.broadcast import Broadcast, _leave, init_external_group
 from fusionrl.weights.gather import quantize_in_place, views_of

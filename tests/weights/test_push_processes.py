@@ -19,7 +19,7 @@ from fusionrl.models.families import hf_shapes, model_rules
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.push import BUFFERS, EngineTarget, push_tensors
+from fusionrl.plan.push_plan import BUFFERS, EngineTarget, push_tensors
 from fusionrl.weights.push import push_weights
 from tests.trainer import hf_models
 from tests.weights.faults import Faulty

@@ -37,7 +37,7 @@ from fusionrl.models.families import Rule, model_rules
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.push import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_rule
+from fusionrl.plan.push_plan import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_rule
 from fusionrl.weights.broadcast import init_external_group
 from fusionrl.weights.gather import DTYPES, PartGatherer
 from fusionrl.weights.send import WeightSender

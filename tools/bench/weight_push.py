@@ -37,7 +37,7 @@ from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.models.families import hf_shapes
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.plan.push_plan import EngineTarget, Feed
 from fusionrl.weights.push import push_weights
 from tools.bench.push_processes import HOST, TIMEOUT_S, RankOptions, Ranks, Receivers
 from tools.threaded import Threaded

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fusionrl.base.group_stores import join_group_store
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.broadcast import Broadcast, init_external_group
 from fusionrl.weights.remote_calls import stamp_of
 from tools.threaded import Threaded

@@ -25,7 +25,7 @@ from fusionrl.models.trainable import AdapterSpec
 from fusionrl.models.vision import VisionShape
 from fusionrl.plan.layout import TrainerLayout, passed
 from fusionrl.plan.memory.states import joined_bytes, low_bytes
-from fusionrl.plan.trainers import WIDTHS, Impl
+from fusionrl.plan.trainer_plan import WIDTHS, Impl
 
 if TYPE_CHECKING:
     from fusionrl.plan.memory.trainer import BatchOptions

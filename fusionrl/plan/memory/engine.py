@@ -13,7 +13,7 @@ from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import passed
 from fusionrl.plan.memory.activations import pass_bytes
 from fusionrl.plan.placement import ScorerPlan
-from fusionrl.plan.push import push_tensors, torch_name
+from fusionrl.plan.push_plan import push_tensors, torch_name
 
 _CPU_TOKENS, _CPU_STATES = 32768, 768  # `engines.spec`: the pools on a CPU
 _PREFILL_TOKENS = 16384  # SGLang's --max-prefill-tokens

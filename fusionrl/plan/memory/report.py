@@ -34,9 +34,9 @@ from fusionrl.plan.memory.states import Bytes, StateOptions, served_bytes, stage
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, even_stages, trainer_memory
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.placement import ScorerRole
-from fusionrl.plan.push import BUFFERS, planned_push
+from fusionrl.plan.push_plan import BUFFERS, planned_push
 from fusionrl.plan.trained_parts import adapter_folders, adapter_slots, adapters_of, frozen_of
-from fusionrl.plan.trainers import WIDTHS, auxiliary_config, layer_impl
+from fusionrl.plan.trainer_plan import WIDTHS, auxiliary_config, layer_impl
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan

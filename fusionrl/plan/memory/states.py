@@ -12,7 +12,7 @@ from fusionrl.models.rules import Rule
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import ADAPTER, IS_A, AdapterSpec, sample_rules
 from fusionrl.plan.layout import TrainerLayout, passed
-from fusionrl.plan.push import stage_of_rule
+from fusionrl.plan.push_plan import stage_of_rule
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
 _BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, as well as the number of data-parallel ranks
