@@ -149,7 +149,7 @@ FLOWS = {
     "One reward is chosen and graded": 6,
     "One engine dies and is replaced": 12,
 }
-COMPLETE = {"One reward is chosen and graded"}
+COMPLETE = FLOWS.keys() - {"One flag is declared, checked and used"}
 _FLOW = re.compile(r"^## (.+) \(at most (\d+) files\)$", re.MULTILINE)
 _STEP = re.compile(r"(\d+)\. `[\w.]+` in `(fusionrl/[\w/]+\.py)`: \S.*\.")
 _NAME_AND_FILE = re.compile(r"`([\w.]+)`(?: and `([\w.]+)`)? in\s+`(fusionrl/[\w/]+\.py)`")

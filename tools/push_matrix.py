@@ -38,7 +38,7 @@ from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.ray_cluster import actor_on, start_ray
 from fusionrl.runtime.worker_actors import PolicyWorker
-from fusionrl.weights.push import push_by_disk, push_weights
+from fusionrl.weights.push import Push
 from fusionrl.weights.verify import Verification, compare_checksums
 
 BOUND = 1e-5  # of log-prob differences, in fp32
@@ -259,14 +259,14 @@ class Bench:
             EngineTarget(index, self.engines[index], node, tuple(range(TP_SIZES[index]))) for index in engines
         ]
         self.version += 1
-        common: dict[str, Any] = {"version": self.version, "pause_mode": pause_mode, "timeout_s": 600.0}
+        push = Push(self.trainers, self.targets, self.version, 600.0)
         if executor in ("disk", "delta"):
             if executor == "disk":  # without a copy on the engines' host there is nothing to apply a delta to
                 ray.get(self.targets[0].handle.drop_local_copy.remote(self.local_copy))
-            pushed = push_by_disk(self.trainers, self.targets, local_folder=self.local_copy, keep_files=False, **common)
+            pushed = push.by_disk(self.local_copy, pause_mode, keep_files=False)
             assert executor == "disk" or pushed["sync/full_hosts"] == 0, "the delta was not applied"
         else:
-            push_weights(self.trainers, self.targets, [], transport=executor, **common)
+            push.from_memory([], executor, pause_mode)
         self.holds |= dict.fromkeys(engines, which)
         return which
 

@@ -116,7 +116,7 @@ def hook_secrets(names: Sequence[str], source: Mapping[str, str] = os.environ) -
 
 
 def take_secrets(secrets: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Settle in a process that runs the user's functions: these secrets, and no others that it may have inherited.
+    """Give a process that runs the user's functions these secrets, and no others that it may have inherited.
 
     In a Ray cluster that the user started, the raylet's environment reaches its actors.
     """

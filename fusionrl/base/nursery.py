@@ -35,6 +35,7 @@ from typing import NoReturn
 
 from fusionrl.base.nursery_client import LENGTH, MAX_DESCRIPTORS, PID_FILE, TAKEN
 from fusionrl.base.process import raise_open_files
+from fusionrl.base.sockets import receive_exactly
 
 _PR_SET_PDEATHSIG = 1
 _TAKEN_S = 10.0
@@ -174,7 +175,7 @@ def serve(imported: ImportedBranch, listener: socket.socket, key: str) -> NoRetu
         with connection:
             try:
                 request, descriptors = _receive(connection, key)
-            except (OSError, ValueError, TypeError):
+            except (OSError, EOFError, ValueError, TypeError):
                 continue
             imported.import_late(request)
             if reason := imported.refusal(request):
@@ -242,25 +243,19 @@ class Request:
 
 
 def _receive(connection: socket.socket, key: str) -> tuple[Request, list[int]]:
-    """A request and the open files that came with it. Raises OSError, ValueError, TypeError if it did not come as a
-    whole, or without the key."""
+    """A request and the open files that came with it. Raises OSError, EOFError, ValueError, TypeError if it did not
+    come as a whole, or without the key."""
     connection.settimeout(10.0)
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, MAX_DESCRIPTORS)
     try:
         if len(head) < LENGTH.size:
             raise ValueError("closed")
         (left,) = LENGTH.unpack(head)
-        parts = bytearray()
-        while len(parts) < left:
-            part = connection.recv(min(left - len(parts), 1 << 20))
-            if not part:
-                raise ValueError("closed")
-            parts += part
-        message = json.loads(parts)
+        message = json.loads(receive_exactly(connection, left))
         if not isinstance(message, dict) or not hmac.compare_digest(str(message.get("key")).encode(), key.encode()):
             raise ValueError("no key")
         return Request(**message), descriptors
-    except (OSError, ValueError, TypeError):  # the last: other fields
+    except (OSError, EOFError, ValueError, TypeError):  # the last: other fields
         for descriptor in descriptors:
             os.close(descriptor)
         raise

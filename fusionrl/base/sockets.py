@@ -73,11 +73,12 @@ def frame(message: object) -> bytes:
 
 def receive(connection: socket.socket) -> Any:
     """The next message of a blocking connection. Raises EOFError if the other end has closed it."""
-    (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    return pickle.loads(_read(connection, length))
+    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
+    return pickle.loads(receive_exactly(connection, length))
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Return the next `count` bytes of a blocking connection. Raises EOFError if the other end has closed it."""
     parts = bytearray()
     while len(parts) < count:
         part = connection.recv(min(count - len(parts), 1 << 20))

@@ -454,10 +454,10 @@ def node_id() -> str:
 class EnginePart(EngineActor):
     """The ranks of an engine on one of its other nodes. Part 0 serves; this server only reports whether its ranks live.
 
-    `join` replaces `start`.
+    `start_part` replaces `start`.
     """
 
-    def join(self, meeting: str, bootstrap_port: int | None = None) -> None:
+    def start_part(self, meeting: str, bootstrap_port: int | None = None) -> None:
         """Start the server, whose ranks meet the others at `meeting` (host:port), and wait until the engine is whole.
 
         `bootstrap_port` is part 0's, where the engine prefills. Raises RuntimeError with the end of the log.

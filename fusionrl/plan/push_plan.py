@@ -40,7 +40,7 @@ class EngineTarget:
 
     index: int
     handle: Any
-    node_id: str  # `join_nodes` of several
+    node_id: str  # `place_over` of several
     bundles: tuple[int, ...]  # devices of its tensor parallel ranks
     num_restarts: int = 0
     ep_size: int = 1  # parts into which its ranks divide the experts (SGLang's --ep-size)
@@ -56,7 +56,7 @@ class EngineTarget:
         return self.index, self.num_restarts, self.node_id
 
 
-def join_nodes(nodes: Iterable[str]) -> str:
+def place_over(nodes: Iterable[str]) -> str:
     """Name the place of an engine over these nodes: none of theirs, so no process shares its memory."""
     return "+".join(dict.fromkeys(nodes))
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 
 from fusionrl.buffer.actor import Rollout
-from fusionrl.buffer.collect import EngineEndpoints
 from fusionrl.buffer.evaluation import MixedVersions
 from fusionrl.config.user_code import HookError
 from fusionrl.runtime.engine_pool import EnginePool
@@ -46,17 +44,12 @@ def _is_fault_of_code(error: BaseException) -> bool:
 
 
 class BufferHandle:
-    """Rollouts, evaluations and the data cursor."""
+    """Rollouts and evaluations, with what dies meanwhile; other methods of `actor` are called without it."""
 
     def __init__(self, engines: EnginePool, supervisor: Supervisor) -> None:
         self._engines, self._supervisor = engines, supervisor
         self._actor: ActorHandle | None = None
         self._adding: ray.ObjectRef | None = None  # of the last `add_trained`
-
-    @property
-    def stream(self) -> StreamHandle:
-        """The Buffer's stream, under a pipeline that has one."""
-        return StreamHandle(self, self._supervisor)
 
     @property
     def is_started(self) -> bool:
@@ -72,17 +65,14 @@ class BufferHandle:
         self._actor = actor
         return actor.prepare.remote()
 
-    def setup(self, endpoints: EngineEndpoints) -> ray.ObjectRef:
-        """Start its set-up. Return a reference to facts about the data."""
-        return self.actor.setup.remote(endpoints)
-
-    def set_engines(self, urls: Sequence[str], eval_urls: Sequence[str]) -> None:
-        get(self.actor.set_engines.remote(list(urls), list(eval_urls)))
-
     # ------------------------------------------------------------------------------------ rounds
     def start_rollout(self, rollout_id: int, version: int) -> PendingRound:
         """Begin a rollout; the engines have to be ready for it, with weights of `version`. Does not wait."""
-        return self.begin(self.actor.generate.remote, rollout_id, version)
+        return self._begin(self.actor.generate.remote, rollout_id, version)
+
+    def next_rollout(self, rollout_id: int) -> PendingRound:
+        """Begin to wait for a rollout of the stream (`fusionrl.buffer.stream`)."""
+        return self._begin(self.actor.next_rollout.remote, rollout_id)
 
     def wait_rollout(self, started: PendingRound) -> Rollout:
         """Wait for a rollout. If an engine dies meanwhile, its death is raised and not the consequences."""
@@ -99,7 +89,7 @@ class BufferHandle:
         """Begin an evaluation on every set, of weights of `version` (None: as loaded). Does not wait."""
         if self._engines.evaluation.engines:  # a round of its own
             return PendingRound(self.actor.evaluate.remote(step, version), self._engines.evaluation.count_faults())
-        return self.begin(self.actor.evaluate.remote, step, version)
+        return self._begin(self.actor.evaluate.remote, step, version)
 
     @staticmethod
     def is_done(started: PendingRound) -> bool:
@@ -129,7 +119,7 @@ class BufferHandle:
         _add_faults(metrics, "eval", started.faults, engines.count_faults())
         return metrics
 
-    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> PendingRound:
+    def _begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> PendingRound:
         """Start a method of the actor that uses the engines. Does not wait."""
         faults = self._engines.count_faults()
         ref = method(*numbers)
@@ -148,52 +138,11 @@ class BufferHandle:
             get(self._adding)
         self._adding = self.actor.add_trained.remote(rollout_id, list(columns))
 
-    def validation_shards(self) -> dict[str, list[ray.ObjectRef]]:
-        """--mode sft: validation set → one shard for each data-parallel rank."""
-        return get(self.actor.validation_shards.remote())
-
-    def save(self, folder: Path, rollout_id: int) -> ray.ObjectRef:
-        """Begin to write the data cursor as it was right after `rollout_id` into the folder of a checkpoint."""
-        return self.actor.save.remote(str(folder / "buffer.json"), rollout_id)
-
-    def load(self, folder: Path) -> ray.ObjectRef:
-        return self.actor.load.remote(str(folder / "buffer.json"))
-
-    def state_hash(self, rollout_id: int | None = None) -> str:
-        """SHA-256 of the Buffer's state, of now or right after a rollout."""
-        return get(self.actor.state_hash.remote(rollout_id))
-
     def close(self) -> None:
         """Give the Buffer some seconds to write the last samples that it received."""
         if self._adding is not None:
             wait([self._adding], timeout=_ADD_TIMEOUT_S)  # its failure may be the consequence of another
         self._actor = self._adding = None
-
-
-class StreamHandle:
-    """The driver's end of the Buffer's stream (`fusionrl.buffer.stream`)."""
-
-    def __init__(self, buffer: BufferHandle, supervisor: Supervisor) -> None:
-        self._buffer, self._supervisor = buffer, supervisor
-
-    def start(self, num_trained: int) -> None:
-        """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
-        get(self._buffer.actor.begin_stream.remote(num_trained))
-
-    def next_rollout(self, rollout_id: int) -> PendingRound:
-        """Begin to wait for a rollout of the stream: `BufferHandle.wait_rollout` waits for it."""
-        return self._buffer.begin(self._buffer.actor.next_rollout.remote, rollout_id)
-
-    def trained(self) -> bool:
-        """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
-        is_due: bool = self._supervisor.wait(self._buffer.actor.rollout_trained.remote())
-        return is_due
-
-    def pushed(self, version: int) -> None:
-        get(self._buffer.actor.weights_pushed.remote(version))
-
-    def stop(self) -> None:
-        self._supervisor.wait(self._buffer.actor.end_stream.remote())
 
 
 def _add_faults(metrics: dict[str, float], prefix: str, before: dict[str, float], now: dict[str, float]) -> None:

@@ -3,6 +3,8 @@
 `fusionrl plan` and `train` check what needs no process of the run; trainers and Buffer check the same when they load.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import os
@@ -10,10 +12,11 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
 from fusionrl.base.files import check_facts, facts_of, plain_name
 from fusionrl.base.imports import quiet
@@ -23,13 +26,18 @@ from fusionrl.data.sample_json import SourceState
 from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.models.trainable import Adapted, adapted_difference, saved_in
 from fusionrl.observe.metrics import read_metrics
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapted_of, adapter_folders, has_several_adapters
+from fusionrl.weights.remote_calls import gather, get
+
+if TYPE_CHECKING:
+    from fusionrl.runtime.run_actors import Actors
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(\d{6,})")
-_MANIFEST = "manifest.json"
+_MANIFEST, _BUFFER = "manifest.json", "buffer.json"
 _WRITING = ".writing_"
 _DESCRIPTIONS = ("fusionrl.json",)  # of a trainer's folder: it has the hashes of the other files, made when written
 _MAX_MANIFEST_BYTES = 64 * 2**20
@@ -170,8 +178,8 @@ class Checkpoints:
             metrics = checkpoint.manifest.get("metrics")
             metric = metrics.get(best_by) if best_by and isinstance(metrics, dict) else None
             candidates.append((checkpoint.rollout_id, metric if isinstance(metric, int | float) else None, path))
-        scored = [entry for entry in candidates if entry[1] is not None]
-        best = max(scored, key=lambda entry: (entry[1], entry[0]), default=None)
+        with_metric = [entry for entry in candidates if entry[1] is not None]
+        best = max(with_metric, key=lambda entry: (entry[1], entry[0]), default=None)
         deleted = [entry[2] for entry in candidates[:-keep] if entry is not best]
         for path in deleted:
             (path / _MANIFEST).unlink()
@@ -209,6 +217,123 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+class StateHashes(TypedDict):
+    """SHA-256 of what a checkpoint restores; of each trainer a hash for each of its states."""
+
+    buffer: str
+    trainers: list[dict[str, str]]
+
+
+@dataclass
+class _Pending:
+    rollout_id: int
+    folder: Path
+    facts: dict[str, object]
+
+
+class Saver:
+    """Checkpoints of the trainers and of the data cursor."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        actors: Actors,
+        checkpoints: Checkpoints,
+        last_saved: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """`last_saved`: rollout of the checkpoint that the run resumes from; -1: none."""
+        self._config, self._plan, self._actors = config, plan, actors
+        self._checkpoints, self._newest, self._say = checkpoints, last_saved, say  # one that failed is not tried again
+        self._pending: _Pending | None = None
+
+    def save_if_due(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Every --save-interval steps, and after the last one. What --async-save began is published when written."""
+        interval = self._config.checkpoint.save_interval
+        is_last = rollout_id + 1 == self._plan.num_rollout
+        self.finish(wait=False)
+        if is_last or (interval is not None and (rollout_id + 1) % interval == 0):
+            self.save(rollout_id, metrics)
+
+    def save(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Publish a checkpoint that contains the training of `rollout_id`; with --async-save, begin to.
+
+        metrics: of that step, for the manifest.
+        """
+        options, trainers = self._config.checkpoint, self._actors.trainers
+        if not self._is_new(rollout_id):
+            return
+        self.finish()
+        self._newest = rollout_id
+        self._say("saving a checkpoint")
+        facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
+        with phase("save", step=rollout_id + 1):
+            if options.verify_checkpoints:
+                of_buffer = get(self._actors.buffer.actor.state_hash.remote(rollout_id))
+                facts["hashes"] = StateHashes(buffer=of_buffer, trainers=gather(trainers.call("state_hashes")))
+            start = time.perf_counter()
+            folder = self._checkpoints.begin(rollout_id)
+            with self._checkpoints.discarding(folder):
+                # When this returns, training may continue; the files are complete after `finish_save`.
+                buffer = self._actors.buffer.actor.save.remote(str(folder / _BUFFER), rollout_id)
+                gather([buffer, *trainers.call("begin_save", folder, rollout_id)])
+        self._pending = _Pending(rollout_id, folder, facts | {"seconds_stopped": time.perf_counter() - start})
+        if not options.async_save:
+            self.finish()
+
+    def is_behind(self, rollout_id: int) -> bool:
+        """Return whether `rollout_id` is to be saved, or the checkpoint that is being written to be published."""
+        return self._is_new(rollout_id) or self._pending is not None
+
+    def _is_new(self, rollout_id: int) -> bool:
+        return not self._config.checkpoint.no_save and rollout_id >= 0 and rollout_id != self._newest
+
+    def finish(self, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, if any; without `wait` only if its files are there."""
+        if self._pending is None or not (wait or all(gather(self._actors.trainers.call("is_saved")))):
+            return
+        pending, options = self._pending, self._config.checkpoint
+        self._pending = None
+        with phase("publish checkpoint", step=pending.rollout_id + 1), self._checkpoints.discarding(pending.folder):
+            gather(self._actors.trainers.call("finish_save"))
+            self._checkpoints.publish(pending.rollout_id, pending.folder, pending.facts)
+        if options.keep_checkpoints is not None:
+            with phase("publish checkpoint", step=pending.rollout_id + 1):
+                self._checkpoints.prune(options.keep_checkpoints, options.keep_best)
+
+
+def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> None:
+    """Restore the data cursor and the trainers. Raises ValueError if it does not fit this run; with
+    --verify-checkpoints also if what was loaded is not what was saved."""
+    path, buffer = checkpoint.path, actors.buffer.actor
+    _, *restored = gather([buffer.load.remote(str(path / _BUFFER)), *actors.trainers.call("load", path)])
+    if config.checkpoint.verify_checkpoints:
+        same_layout = all(facts["rng_restored"] for facts in restored)
+        loaded = StateHashes(
+            buffer=get(buffer.state_hash.remote(None)), trainers=[facts["hashes"] for facts in restored]
+        )
+        compare_hashes(checkpoint, loaded, same_layout=same_layout)
+
+
+def compare_hashes(checkpoint: Checkpoint, loaded: StateHashes, *, same_layout: bool) -> None:
+    """Raise where what was loaded is not, bit by bit, what was saved; ranks of another layout have other parts."""
+    saved = checkpoint.manifest.get("hashes")
+    if saved is None:
+        return
+    if not isinstance(saved, dict):
+        raise ValueError(f"--verify-checkpoints: the hashes in the manifest of {checkpoint.path} are not a JSON object")
+    wrong = ["the data cursor"] if saved["buffer"] != loaded["buffer"] else []
+    if same_layout:
+        for rank, (before, after) in enumerate(zip(saved["trainers"], loaded["trainers"], strict=True)):
+            wrong += [f"{name} of trainer {rank}" for name in before if before[name] != after[name]]
+    if wrong:
+        raise ValueError(
+            f"--verify-checkpoints: {checkpoint.path} was loaded, but {', '.join(wrong)} is not what was saved; "
+            "its files have changed: delete that folder and resume from the one before it"
+        )
 
 
 MAX_CHECKED_PROMPTS = 50_000  # of larger data only the Buffer compares the prompts: reading them twice takes minutes
@@ -284,7 +409,7 @@ def _data_errors(path: Path, config: Config) -> list[str]:
     if data.prompt_data is None or run.mode == "eval" or run.load_debug_rollout_data:
         return []
     try:
-        state: SourceState = json.loads((path / "buffer.json").read_text(encoding="utf-8"))["source"]
+        state: SourceState = json.loads((path / _BUFFER).read_text(encoding="utf-8"))["source"]
         num_prompts = sum(data_set["num_prompts"] for data_set in state["sets"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # the Buffer says what is wrong with it

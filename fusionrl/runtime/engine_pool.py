@@ -1,12 +1,12 @@
-"""`EnginePool`: the engines of a run, their addresses and memory, and with --use-fault-tolerance their `Recovery`.
+"""`EnginePool`: the engines of a run, their addresses and memory, and with --use-fault-tolerance their replacement.
 
-For `Recovery` an engine is in one of two states:
+An engine that may be replaced is in one of two states:
 
 serving    in the router, with the current weights (or, before the first push, the checkpoint's)
 out        its process was found dead or hung, was taken out of the router and ended; a new one starts meanwhile
 
 Clients try again what was under way on an engine that is out, and the router sends it to one that serves.
-`finish_starts` and `join` bring the new ones back, with a weight push between the two: no request reaches an engine
+`finish_starts` and `admit` bring the new ones back, with a weight push between the two: no request reaches an engine
 with old weights.
 """
 
@@ -20,47 +20,55 @@ from ray.actor import ActorHandle
 
 from fusionrl.buffer.collect import EngineEndpoints
 from fusionrl.config.config import Config
-from fusionrl.config.rollout import RolloutGroup
 from fusionrl.engines.router import Router
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push_plan import EngineTarget, join_nodes
+from fusionrl.plan.push_plan import EngineTarget, place_over
 from fusionrl.runtime.engine_specs import expert_parts
 from fusionrl.runtime.launcher import Launcher
-from fusionrl.runtime.supervisor import gather, root_cause
-from fusionrl.weights.remote_calls import get, wait
+from fusionrl.runtime.supervisor import root_cause
+from fusionrl.weights.remote_calls import gather, get, wait
 
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 3  # failed starts in a row of one engine, before the run ends
+CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names for an engine's memory other than weights
 _ANSWER_TIMEOUT_S = 15.0  # for the actor of an engine to answer, beyond what the server may take
 _END_TIMEOUT_S = 20.0
 
 
-class Recovery:
-    """Watches the engines of an `EnginePool`, and replaces actors and addresses in the pool's own lists."""
+METRICS = """
+rollout/engines_died | engines | Engines found dead during the rollout. | --use-fault-tolerance
+eval/engines_died | engines | Engines found dead during the evaluation. | --use-fault-tolerance
+"""
+
+
+class RoutedEngines:
+    """Engines behind a router of their own. With --use-fault-tolerance those that die are replaced."""
 
     def __init__(
         self,
-        engines: list[ActorHandle],
-        urls: list[str],
-        router: Router,
+        config: Config,
         launcher: Launcher,
-        rollout: RolloutGroup,
-        say: Callable[[str], None],
+        say: Callable[[str], None] = lambda text: None,
+        check_stop: Callable[[], None] = lambda: None,
         *,
+        router_name: str = "router",
         first: int = 0,
         may_lose_all: bool = False,
     ) -> None:
-        """`rollout` has the flags of health checks.
+        """`say` shows progress; `check_stop` is called while waiting and may raise to end the wait.
 
         first         number of the engine at index 0, as the launcher and messages call it
         may_lose_all  the run continues without any of these engines until new ones have started
         """
-        self._engines, self._urls, self._router, self._launcher, self._say = engines, urls, router, launcher, say
-        self._first, self._may_lose_all = first, may_lose_all
-        self._interval_s = rollout.rollout_health_check_interval
-        self._timeout_s = rollout.rollout_health_check_timeout
-        self._first_wait_s = rollout.rollout_health_check_first_wait
+        self._config, self._launcher, self._say, self._check_stop = config, launcher, say, check_stop
+        self._router_name, self._first, self._may_lose_all = router_name, first, may_lose_all
+        self.engines: list[ActorHandle] = []
+        self.urls: list[str] = []
+        self.router: Router | None = None
+        self.is_recovering = False
+        """Engines that die are replaced: with --use-fault-tolerance, once all have started."""
         self._starting: dict[int, ray.ObjectRef] = {}  # engine that is out -> reference of its new address
         self._started: list[int] = []  # engines that are out, and have started again
         self._failed_starts: Counter[int] = Counter()
@@ -71,39 +79,72 @@ class Recovery:
         self.num_died = 0
         """Deaths so far."""
 
+    # ------------------------------------------------------------------------------------ start and end
+    def start_router(self) -> str:
+        """Start the router, still empty; return its address, or "" without engines."""
+        if not self.engines:
+            return ""
+        self.router = self._launcher.make_router(self._router_name)
+        return self.router.start()
+
+    def serve(self, urls: Iterable[str]) -> None:
+        """Send requests to the engines, which are at `urls`."""
+        self.urls = list(urls)
+        for url in self.urls:
+            assert self.router is not None
+            self.router.add_worker(url, self._launcher.api_key)
+
+    def check_router(self) -> None:
+        """Raise with the end of its log when the router is dead."""
+        if self.router is not None:
+            self.router.check_alive()
+
+    def end_router(self) -> None:
+        if self.router is not None:
+            self.router.shutdown()
+        self.router, self.is_recovering = None, False
+
+    def count_faults(self) -> dict[str, float]:
+        """With --use-fault-tolerance: the deaths so far."""
+        return {"engines_died": float(self.num_died)} if self.is_recovering else {}
+
+    # ------------------------------------------------------------------------------------ who is dead
     @property
     def num_out(self) -> int:
         """Engines that are not in the router."""
         return len(self._starting) + len(self._started)
 
-    def begin_round(self) -> None:
+    def forget_probes(self) -> None:
+        """Before a round."""
         self._probes.clear()  # what is left of the round before: it may have met a paused engine
-        self._next_probe = time.monotonic() + self._first_wait_s
+        self._next_probe = time.monotonic() + self._config.rollout.rollout_health_check_first_wait
 
-    def check(self, is_generating: bool = True) -> int:
-        """Take out every engine whose process is dead or, in a round, whose health check fails. Returns their number.
+    def replace_dead(self, is_generating: bool = True) -> int:
+        """Replace every engine whose process is dead or, in a round, whose health check fails. Returns their number.
         Raises RuntimeError if no engine is left that serves; with what the last one died of."""
         serving = self._serving()
         dead = self._faults(serving)
         if is_generating:
             dead = self._without_token(serving) | dead
-        return self._take_all_out(dead, serving)
+        return self._replace_all(dead, serving)
 
-    def check_answers(self, *, makes_tokens: bool) -> int:
-        """Take out every engine that does not answer, or makes no token, within the time limit. Returns their number.
+    def replace_silent(self, *, makes_tokens: bool) -> int:
+        """Replace every engine that does not answer, or makes no token, within the time limit. Returns their number.
 
         Before a push, which would wait for an engine that has hung since its last token; and after one that failed.
-        Raises RuntimeError, as `check`.
+        Raises RuntimeError, as `replace_dead`.
         """
         self._probes.clear()
         serving = self._serving()
-        return self._take_all_out(self._faults(serving, self._timeout_s, makes_tokens=makes_tokens), serving)
+        return self._replace_all(
+            self._faults(serving, self._config.rollout.rollout_health_check_timeout, makes_tokens=makes_tokens), serving
+        )
 
     def _serving(self) -> list[int]:
         """Return the engines that are not out; one that waits for its weights may die in the push that brings them."""
-        return [index for index in range(len(self._engines)) if index not in self._starting]
+        return [index for index in range(len(self.engines)) if index not in self._starting]
 
-    def _take_all_out(self, dead: dict[int, Exception], serving: list[int]) -> int:
+    def _replace_all(self, dead: dict[int, Exception], serving: list[int]) -> int:
         if not serving:  # of those that may all be lost
             return 0
         # Also after a rollout's error, if the last engines died at the same time.
@@ -113,13 +154,13 @@ class Recovery:
             self._take_out(index, error)
         return len(dead)
 
-    def finish_starts(self, check_stop: Callable[[], None]) -> list[int]:
+    def wait_for_new(self) -> list[int]:
         """Wait until every engine that is out has started, but is not in the router yet. Returns those that were new.
         Raises RuntimeError if one could not be started, `MAX_STARTS` times."""
         for index in list(self._starting):
             while True:
                 try:
-                    (self._urls[index],) = gather([self._starting[index]], check_stop)
+                    (self.urls[index],) = gather([self._starting[index]], self._check_stop)
                     break
                 except (ray.exceptions.RayError, RuntimeError) as error:
                     self._failed_starts[index] += 1
@@ -137,22 +178,24 @@ class Recovery:
         self._starting.clear()
         return new
 
-    def join(self) -> None:
-        """Put the engines that `finish_starts` waited for into the router: they have the current weights."""
+    def admit_new(self) -> int:
+        """Send requests to the engines that `wait_for_new` waited for, which have the current weights; their number."""
         for index in self._started:
-            self._router.add_worker(self._urls[index], self._launcher.api_key)
+            assert self.router is not None
+            self.router.add_worker(self.urls[index], self._launcher.api_key)
             self._say(f"{self._name(index)} is back")
+        count = len(self._started)
         self._started.clear()
+        return count
 
     def _name(self, index: int) -> str:
         return f"engine {self._first + index}"
 
-    # ------------------------------------------------------------------------------------ who is dead
     def _faults(
         self, serving: list[int], timeout_s: float | None = None, *, makes_tokens: bool = True
     ) -> dict[int, Exception]:
         """Return the engines without a process; with `timeout_s` also those that do not answer within it."""
-        refs = {self._engines[i].fault.remote(timeout_s, makes_tokens=makes_tokens): i for i in serving}
+        refs = {self.engines[i].fault.remote(timeout_s, makes_tokens=makes_tokens): i for i in serving}
         limit_s = (timeout_s or 0.0) + _ANSWER_TIMEOUT_S
         done = wait(list(refs), num_returns=len(refs), timeout=limit_s)[0] if refs else []
         faults = {refs[ref]: error for ref in done if (error := _error_of(ref)) is not None}
@@ -162,17 +205,20 @@ class Recovery:
     def _without_token(self, serving: list[int]) -> dict[int, Exception]:
         now = time.monotonic()
         if now >= self._next_probe:
-            self._next_probe = now + self._interval_s
+            self._next_probe = now + self._config.rollout.rollout_health_check_interval
             for index in serving:
                 if index not in self._probes:
-                    self._probes[index] = (self._engines[index].fault.remote(self._timeout_s), now)
+                    self._probes[index] = (
+                        self.engines[index].fault.remote(self._config.rollout.rollout_health_check_timeout),
+                        now,
+                    )
         failed: dict[int, Exception] = {}
         for index, (ref, since) in list(self._probes.items()):
             if wait([ref], timeout=0)[0]:
                 del self._probes[index]
                 if (error := _error_of(ref)) is not None:
                     failed[index] = error
-            elif now - since > self._timeout_s + _ANSWER_TIMEOUT_S:
+            elif now - since > self._config.rollout.rollout_health_check_timeout + _ANSWER_TIMEOUT_S:
                 failed[index] = self._actor_is_silent(index)
         return failed
 
@@ -187,7 +233,8 @@ class Recovery:
         if_any = ", if there are any" if self._may_lose_all else ""
         self._say(f"{self._name(index)} is dead; its requests go to the others{if_any}, and a new one starts")
         logger.warning("%s is taken out: %s", self._name(index), error)
-        self._router.remove_worker(self._urls[index])
+        assert self.router is not None
+        self.router.remove_worker(self.urls[index])
         self._probes.pop(index, None)
         if index in self._started:
             self._started.remove(index)
@@ -195,11 +242,11 @@ class Recovery:
         self._replace(index)
 
     def _replace(self, index: int) -> None:
-        old = self._engines[index]
+        old = self.engines[index]
         wait([old.shutdown.remote(0.0)], timeout=_END_TIMEOUT_S)
         ray.kill(old)
-        self._engines[index] = self._launcher.make_engine("engine", self._first + index)
-        self._starting[index] = self._engines[index].start.remote()
+        self.engines[index] = self._launcher.make_engine("engine", self._first + index)
+        self._starting[index] = self.engines[index].start.remote()
 
 
 def _error_of(ref: ray.ObjectRef) -> Exception | None:
@@ -209,69 +256,6 @@ def _error_of(ref: ray.ObjectRef) -> Exception | None:
     except ray.exceptions.RayError as error:
         return error
     return None if fault is None else RuntimeError(fault)
-
-
-CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names for an engine's memory other than weights
-_STOP_TIMEOUT_S = 20.0
-
-
-METRICS = """
-rollout/engines_died | engines | Engines found dead during the rollout. | --use-fault-tolerance
-eval/engines_died | engines | Engines found dead during the evaluation. | --use-fault-tolerance
-"""
-
-
-class RoutedEngines:
-    """Engines behind a router of their own; with --use-fault-tolerance those that die are replaced."""
-
-    def __init__(self, launcher: Launcher, router_name: str, first: int) -> None:
-        """`first`: number of the first engine."""
-        self._launcher, self._router_name, self._first = launcher, router_name, first
-        self.engines: list[ActorHandle] = []
-        self.urls: list[str] = []
-        self.router: Router | None = None
-        self.recovery: Recovery | None = None  # --use-fault-tolerance
-
-    def make(self, num_engines: int) -> None:
-        """Make the actors, whose servers are not started yet."""
-        for number in range(self._first, self._first + num_engines):
-            self.engines.append(self._launcher.make_engine("engine", number))
-
-    def start_router(self) -> str:
-        """Start the router, still empty; return its address, or "" without engines."""
-        if not self.engines:
-            return ""
-        self.router = self._launcher.make_router(self._router_name)
-        return self.router.start()
-
-    def add(self, urls: Iterable[str]) -> None:
-        self.urls = list(urls)
-        for url in self.urls:
-            assert self.router is not None
-            self.router.add_worker(url, self._launcher.api_key)
-
-    def replace_dead(self, rollout: RolloutGroup, say: Callable[[str], None], *, may_lose_all: bool = False) -> None:
-        """From now on, replace engines that die. `may_lose_all`: the run continues even if all of them do."""
-        if self.router is not None:
-            self.recovery = Recovery(
-                *(self.engines, self.urls, self.router, self._launcher, rollout, say),
-                first=self._first,
-                may_lose_all=may_lose_all,
-            )
-
-    def count_faults(self) -> dict[str, float]:
-        """With --use-fault-tolerance: the deaths so far."""
-        return {} if self.recovery is None else {"engines_died": float(self.recovery.num_died)}
-
-    def check_router(self) -> None:
-        """Raise with the end of its log when the router is dead."""
-        if self.router is not None:
-            self.router.check_alive()
-
-    def end_router(self) -> None:
-        if self.router is not None:
-            self.router.shutdown()
-        self.router = self.recovery = None
 
 
 class EnginePool(RoutedEngines):
@@ -295,11 +279,11 @@ class EnginePool(RoutedEngines):
     ) -> None:
         """`say` shows progress; `check_stop` is called while waiting and may raise to end the wait; `on_addresses` is
         called when the addresses of engines have changed."""
-        super().__init__(launcher, "router", 0)
-        self._config, self._plan = config, plan
-        self._say, self._check_stop, self._on_addresses = say, check_stop, on_addresses
+        group = (config, launcher, say, check_stop)
+        super().__init__(*group)
+        self._plan, self._on_addresses = plan, on_addresses
         self.router_url = ""
-        self.evaluation = RoutedEngines(launcher, "eval-router", plan.num_engines)
+        self.evaluation = RoutedEngines(*group, router_name="eval-router", first=plan.num_engines, may_lose_all=True)
         self._scorers: dict[str, list[ActorHandle]] = {}  # role → engines that only read, and get no weights
         self._starts: list[ray.ObjectRef] = []  # of the addresses of all engines
         self.is_memory_away = False
@@ -310,11 +294,11 @@ class EnginePool(RoutedEngines):
         """Begin to start every engine; see `finish_start`."""
         if not self._plan.num_engines:
             return
-        self.make(self._plan.num_engines)
+        make, first = self._launcher.make_engine, self._plan.num_engines
+        self.engines += [make("engine", index) for index in range(first)]
         for scorer in self._plan.scorers:
-            indices = range(len(scorer.bundles))
-            self._scorers[scorer.role] = [self._launcher.make_engine(scorer.role, index) for index in indices]
-        self.evaluation.make(len(self._plan.eval_bundles))
+            self._scorers[scorer.role] = [make(scorer.role, index) for index in range(len(scorer.bundles))]
+        self.evaluation.engines += [make("engine", first + index) for index in range(len(self._plan.eval_bundles))]
         self._starts = [engine.start.remote() for engine in self.everyone]
 
     def finish_start(self) -> EngineEndpoints:
@@ -325,11 +309,10 @@ class EnginePool(RoutedEngines):
         urls = iter(gather(self._starts, self._check_stop))
         policy_urls = [next(urls) for _ in self.engines]
         scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
-        self.add(policy_urls)  # first: with the policy's addresses `find_dead` asks all servers
-        self.evaluation.add(urls)
-        if self._config.rollout.use_fault_tolerance:
-            self.replace_dead(self._config.rollout, self._say)
-            self.evaluation.replace_dead(self._config.rollout, self._say, may_lose_all=True)
+        self.serve(policy_urls)  # first: with the policy's addresses `find_dead` asks all servers
+        self.evaluation.serve(urls)
+        for group in (self, self.evaluation):
+            group.is_recovering = bool(group.engines) and self._config.rollout.use_fault_tolerance
         return EngineEndpoints(
             self.router_url,
             tuple(self.urls),
@@ -340,8 +323,9 @@ class EnginePool(RoutedEngines):
             eval_urls=tuple(self.evaluation.urls),
         )
 
-    def _recoveries(self, with_evaluation: bool = True) -> list[Recovery]:
-        return [*filter(None, (self.recovery, self.evaluation.recovery if with_evaluation else None))]
+    def _recovering(self, with_evaluation: bool = True) -> list[RoutedEngines]:
+        groups = (self, self.evaluation) if with_evaluation else (self,)
+        return [group for group in groups if group.is_recovering]
 
     @property
     def everyone(self) -> list[ActorHandle]:
@@ -351,7 +335,7 @@ class EnginePool(RoutedEngines):
 
     def _lasting(self) -> list[ActorHandle]:
         """The engines that are not replaced when they die."""
-        if self.recovery is None:
+        if not self.is_recovering:
             return self.everyone
         return [engine for engines in self._scorers.values() for engine in engines]
 
@@ -361,12 +345,12 @@ class EnginePool(RoutedEngines):
         self.end_router()
         self.evaluation.end_router()
         if stops:
-            wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+            wait(stops, num_returns=len(stops), timeout=_END_TIMEOUT_S)
 
     # ------------------------------------------------------------------------------------ supervision
     def begin_round(self) -> None:
-        for recovery in self._recoveries():
-            recovery.begin_round()
+        for group in self._recovering():
+            group.forget_probes()
 
     def check(self, is_generating: bool) -> None:
         """Raise with the end of its log when a server or the router is dead; with --use-fault-tolerance replace it.
@@ -375,11 +359,11 @@ class EnginePool(RoutedEngines):
         """
         self.check_router()
         self.evaluation.check_router()
-        if self.recovery is None or self.is_memory_away:
+        if not self.is_recovering or self.is_memory_away:
             get([engine.check_alive.remote() for engine in self.everyone])
             return
-        for recovery in self._recoveries():
-            recovery.check(is_generating)
+        for group in self._recovering():
+            group.replace_dead(is_generating)
         get([engine.check_alive.remote() for engine in self._lasting()])
 
     def find_dead(self) -> RuntimeError | None:
@@ -390,7 +374,7 @@ class EnginePool(RoutedEngines):
             self.check_router()
             self.evaluation.check_router()
             checks = [engine.check_alive.remote() for engine in self._lasting()]
-            get(wait(checks, num_returns=len(checks), timeout=_STOP_TIMEOUT_S)[0] if checks else [])
+            get(wait(checks, num_returns=len(checks), timeout=_END_TIMEOUT_S)[0] if checks else [])
         except RuntimeError as error:
             return error
         except ray.exceptions.RayError as error:  # an actor that is dead, or cannot be asked: the registry knows
@@ -400,8 +384,7 @@ class EnginePool(RoutedEngines):
     def check_answers(self, with_evaluation: bool = False, *, makes_tokens: bool = False) -> int:
         """With --use-fault-tolerance, before a push, or with `makes_tokens` after one that failed: replace the engines
         that are dead, or do not answer, or make no token. Returns their number."""
-        recoveries = self._recoveries(with_evaluation)
-        return sum(recovery.check_answers(makes_tokens=makes_tokens) for recovery in recoveries)
+        return sum(group.replace_silent(makes_tokens=makes_tokens) for group in self._recovering(with_evaluation))
 
     def count_faults(self) -> dict[str, float]:
         """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
@@ -414,52 +397,36 @@ class EnginePool(RoutedEngines):
         return counts
 
     # ------------------------------------------------------------------------------------ recovery
-    @property
-    def is_recovering(self) -> bool:
-        """Return whether engines that die are replaced (--use-fault-tolerance)."""
-        return self.recovery is not None
-
-    @property
-    def num_out(self) -> int:
-        """Engines of the policy that died and do not serve yet."""
-        return self.recovery.num_out if self.recovery is not None else 0
-
     def finish_starts(self, with_evaluation: bool = False) -> bool:
         """Wait for the engines that replace dead ones. Returns whether there were any."""
-        out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
+        out = [group for group in self._recovering(with_evaluation) if group.num_out]
         if out:
             self._say("waiting for engines that start again")
-        for recovery in out:
-            started = recovery.finish_starts(self._check_stop)
-            if self.is_memory_away and recovery is self.recovery:
+        for group in out:
+            started = group.wait_for_new()
+            if self.is_memory_away and group is self:
                 get([self.engines[index].release_memory.remote(None) for index in started])
         return bool(out)
 
-    def join(self, with_evaluation: bool = False) -> int:
+    def admit(self, with_evaluation: bool = False) -> int:
         """Send requests to restarted engines, which have the current weights. Returns their number."""
-        out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
-        num_back = sum(recovery.num_out for recovery in out)
-        for recovery in out:
-            recovery.join()
-        if out:
+        num_back = sum(group.admit_new() for group in self._recovering(with_evaluation))
+        if num_back:
             self._on_addresses()
         return num_back
 
     def targets(self) -> list[EngineTarget]:
         """The policy's engines as a weight push addresses them, and after these the ones that only evaluate."""
-        bundles, restarts = self._plan.all_engine_bundles, dict[int, int]()
-        for recovery, first in ((self.recovery, 0), (self.evaluation.recovery, self._plan.num_engines)):
-            restarts |= {first + index: count for index, count in recovery.num_restarts.items()} if recovery else {}
-        places_of = self._launcher.bundles
-        nodes = [join_nodes(places_of[place].node_id for place in places) for places in bundles]
-        return [
-            EngineTarget(
-                index, engine, node, places, restarts.get(index, 0), expert_parts(self._config, self._plan, index)
-            )
-            for index, (engine, node, places) in enumerate(
-                zip(self.engines + self.evaluation.engines, nodes, bundles, strict=True)
-            )
+        restarts = [
+            group.num_restarts[index] for group in (self, self.evaluation) for index in range(len(group.engines))
         ]
+        targets, devices = [], self._launcher.bundles
+        for index, engine in enumerate(self.engines + self.evaluation.engines):
+            bundles = self._plan.all_engine_bundles[index]
+            node = place_over(devices[bundle].node_id for bundle in bundles)
+            parts = expert_parts(self._config, self._plan, index)
+            targets.append(EngineTarget(index, engine, node, bundles, restarts[index], parts))
+        return targets
 
     # ------------------------------------------------------------------------------------ memory
     def release_memory(self, tags: list[str] | None = None) -> None:
@@ -467,12 +434,13 @@ class EnginePool(RoutedEngines):
         turns. The engines are idle. Idempotent."""
         if not self._plan.engines_give_memory or self.is_memory_away:
             return
-        if self.recovery is not None:
-            self.recovery.check(is_generating=False)
-        self.finish_starts()  # a new engine loads where the trainers do not need the memory yet
-        get([engine.flush_cache.remote() for engine in self.engines])
-        get([engine.release_memory.remote(tags) for engine in self.engines])
-        self.is_memory_away = True
+        with phase("make room"):
+            if self.is_recovering:
+                self.replace_dead(is_generating=False)
+            self.finish_starts()  # a new engine loads where the trainers do not need the memory yet
+            get([engine.flush_cache.remote() for engine in self.engines])
+            get([engine.release_memory.remote(tags) for engine in self.engines])
+            self.is_memory_away = True
 
     def resume_memory(self, tags: list[str], *, is_last: bool) -> None:
         """Take back a part of the memory; `is_last`: now all of it is here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from fusionrl.buffer.actor import Rollout
 from fusionrl.buffer.evaluation import eval_table
@@ -17,10 +17,14 @@ from fusionrl.config.run_parts import uses_engines
 from fusionrl.observe.spans import phase
 from fusionrl.pipeline.knobs import IN_TURN
 from fusionrl.plan.costs import Work
-from fusionrl.runtime.run_context import Run
+from fusionrl.runtime.buffer_handle import PendingRound
 from fusionrl.runtime.supervisor import Terminated
+from fusionrl.weights.remote_calls import get
 
-Loop = Callable[[Run], None]
+if TYPE_CHECKING:
+    from fusionrl.runtime.run import Run
+
+Loop = Callable[["Run"], None]
 
 
 def on_policy(run: Run) -> None:
@@ -30,7 +34,7 @@ def on_policy(run: Run) -> None:
         with step:
             run.reporter.status("generating")
             rollout = step.generate()
-            run.make_room_for_trainers()
+            run.actors.engines.release_memory()  # where engines and trainers take turns
             run.reporter.status("training")
             step.train(rollout)
             run.reporter.status("pushing weights")
@@ -45,13 +49,14 @@ def on_policy(run: Run) -> None:
 def streamed(run: Run) -> None:
     """Generate while trainers train; the Buffer's controller decides what is trained and when to push."""
     _push_first(run)
-    run.make_room_for_engines()
-    run.actors.buffer.stream.start(run.first_rollout)
+    run.actors.weights.prepare_round()
+    buffer, wait = run.actors.buffer.actor, run.actors.supervisor.wait
+    get(buffer.begin_stream.remote(run.first_rollout))
     for step in steps(run):
         with step:
             run.reporter.status("generating")
             rollout = step.fetch()
-            run.make_room_for_trainers()  # colocated: all groups of this version are ready
+            run.actors.engines.release_memory()  # colocated: all groups of this version are ready
             run.reporter.status("training")
             step.train(rollout)
             run.reporter.status("pushing weights")
@@ -61,12 +66,12 @@ def streamed(run: Run) -> None:
                 step.values |= run.evaluate(step.number)
     if run.background_eval is not None:
         run.background_eval.finish()  # first: the end of the stream tells every function that is at work to stop
-    run.actors.buffer.stream.stop()
+    wait(buffer.end_stream.remote())
 
 
 def _push_first(run: Run) -> None:
     """Push the initial weights to the engines, and evaluate them if the flags say so."""
-    values = run.push(run.first_rollout)
+    values = run.actors.weights.push(run.first_rollout)
     if run.is_eval_first:
         values |= run.evaluate(0)
     elif run.is_eval_owed():
@@ -88,7 +93,7 @@ def sft(run: Run) -> None:
 
 def reject_sampling(run: Run) -> None:
     """Generate and keep what the reward accepts, in the form that `sft` reads; weights are pushed once."""
-    values = run.push(0) if run.actors.trainers else {}
+    values = run.actors.weights.push(0) if run.actors.trainers else {}
     num_accepted = num_considered = 0
     for step in steps(run):
         with step:
@@ -153,6 +158,9 @@ perf/trainers_idle | share | What training and the weight push leave of the step
 perf/time_drain_s | seconds | How long the push waited until nothing stood in its way: samples in flight, with
     --in-flight drain. | --pipeline that runs ahead
 perf/tokens_per_s | tokens/s | Response tokens of the rollout divided by perf/step_time_s; in mode sft trained tokens.
+perf/time_train_s | seconds | Training: all forward passes and optimizer steps, critic and reward model included.
+perf/time_wait_eval_s | seconds | How long a push waited for the evaluation before, whose engines the next one needs.
+    | --eval-num-gpus, where an evaluation follows
 """
 
 
@@ -160,7 +168,7 @@ class Step:
     """A context manager. Its end records the step, saves a checkpoint if one is due, and obeys a stop request.
 
     A stop request that comes between the training and the end skips what is left, but not the record and the
-    checkpoint: a resume continues after this step. After an error `rescue` writes both.
+    checkpoint: a resume continues after this step. After an error `Run.rescue` writes both.
     """
 
     def __init__(self, run: Run, rollout_id: int, saves: bool) -> None:
@@ -205,53 +213,73 @@ class Step:
 
     def generate(self) -> Rollout:
         """Start the rollout and wait for it."""
-        run = self._run
+        actors = self._run.actors
         with phase("generate", step=self.number):
-            run.make_room_for_engines()
-            rollout = run.wait_rollout(run.actors.buffer.start_rollout(self.rollout_id, run.actors.weights.version))
-        self.values |= rollout.metrics
-        return rollout
+            actors.weights.prepare_round()
+            return self._wait(actors.buffer.start_rollout(self.rollout_id, actors.weights.version))
 
     def fetch(self) -> Rollout:
         """Wait for the next rollout of the stream."""
-        run = self._run
         with phase("fetch", step=self.number):
-            rollout = run.wait_rollout(run.actors.buffer.stream.next_rollout(self.rollout_id))
+            return self._wait(self._run.actors.buffer.next_rollout(self.rollout_id))
+
+    def _wait(self, started: PendingRound) -> Rollout:
+        """Wait for a rollout; show --log-samples of it, and warn where there is nothing to learn from it."""
+        rollout = self._run.actors.buffer.wait_rollout(started)
+        self._run.reporter.show_rollout(rollout)
         self.values |= rollout.metrics
         return rollout
 
     def train(self, rollout: Rollout) -> None:
-        """Train on the rollout, as a whole.
+        """Take the optimizer steps of a rollout, as a whole. Meanwhile engines are checked and stop requests noticed.
 
         Raises Terminated if SIGTERM came meanwhile; RuntimeError if an engine died meanwhile.
         """
+        run, actors = self._run, self._run.actors
         self._work = rollout.work
-        self.values |= self._run.train(rollout)
-        self._is_trained = True
+        with phase("train", step=self.number):
+            start = time.perf_counter()
+            self.values |= actors.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
+            self.values["perf/time_train_s"] = time.perf_counter() - start
+        run.last_trained, self._is_trained = rollout.rollout_id, True
+        if run.config.run.mode == "rl":
+            with phase("columns", step=self.number):  # on a slow disk it waits for the rows of the step before
+                actors.buffer.add_trained(rollout.rollout_id, actors.trainers.sample_columns(rollout.rollout_id))
         with phase("measure", step=self.number):
-            self._run.actors.hardware.begin()
-        self._run.stop.check()
-        self._run.actors.check_engines(False)
+            actors.hardware.begin()
+        run.stop.check()
+        actors.check_engines(False)
 
     def push(self) -> None:
-        """Bring the new weights to the engines."""
-        self.values |= self._run.free_eval_engines(self.number) | self._run.push(self.number)
+        """Bring the new weights to the engines; to those that only evaluate where an evaluation is due."""
+        self._finish_evaluation()
+        self._push()
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
-        run = self._run
-        self.values |= run.free_eval_engines(self.number)  # generation continues meanwhile
-        stream, start = run.actors.buffer.stream, time.perf_counter()
+        actors, buffer = self._run.actors, self._run.actors.buffer.actor
+        self._finish_evaluation()  # generation continues meanwhile
+        start = time.perf_counter()
         with phase("drain"):
-            is_due = stream.trained()
+            is_due = actors.supervisor.wait(buffer.rollout_trained.remote())
         if is_due:
             self.values["perf/time_drain_s"] = time.perf_counter() - start
-            self.values |= run.push(self.number)
+            self._push()
             with phase("resume stream"):
-                run.make_room_for_engines()
-                stream.pushed(self.number)
-        elif self.number == run.plan.num_rollout:
-            self.values |= run.push(self.number)  # nothing is in flight any more; an evaluation comes
+                actors.weights.prepare_round()
+                get(buffer.weights_pushed.remote(self.number))
+        elif self.number == self._run.plan.num_rollout:
+            self._push()  # nothing is in flight any more; an evaluation comes
+
+    def _push(self) -> None:
+        evaluates = self._run.background_eval is not None and self._run.is_eval_due(self.number)
+        self.values |= self._run.actors.weights.push(self.number, to_evaluation=evaluates)
+
+    def _finish_evaluation(self) -> None:
+        """Before a push that an evaluation follows: wait for the one before, which uses the same engines."""
+        if self._run.background_eval is not None and self._run.is_eval_due(self.number):
+            with phase("wait for evaluation"):
+                self.values["perf/time_wait_eval_s"] = self._run.background_eval.finish()
 
     def measure(self, tokens: str) -> None:
         """Note the time since the step began; throughput counts the metric `tokens`."""

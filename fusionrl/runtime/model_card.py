@@ -109,12 +109,12 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _evaluations(rows: Sequence[Row]) -> str:
-    scored = [row for row in rows if any(name.startswith("eval/") for name in row)]
-    names = sorted({name for row in scored for name in row if re.fullmatch(r"eval/[^/]+/(accuracy|reward|loss)", name)})
+    tested = [row for row in rows if any(name.startswith("eval/") for name in row)]
+    names = sorted({name for row in tested for name in row if re.fullmatch(r"eval/[^/]+/(accuracy|reward|loss)", name)})
     if not names:
         return ""
     lines = [f"| step | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for row in scored:
+    for row in tested:
         values = [row.get(name) for name in names]
         cells = [f"{value:.4g}" if isinstance(value, int | float) else "" for value in values]
         lines.append(f"| {row['step']} | {' | '.join(cells)} |")

@@ -27,10 +27,10 @@ _WRITE_TIMEOUT_S = 120.0  # for a part's host to have the files of an adapter
 class EnginePartWorker(EngineWorker, EnginePart):
     """The actor process of a part that does not serve."""
 
-    def join(self, meeting: str, bootstrap_port: int | None = None) -> None:
-        """Start the server on CPUs near its GPUs; see `EnginePart.join`."""
+    def start_part(self, meeting: str, bootstrap_port: int | None = None) -> None:
+        """Start the server on CPUs near its GPUs; see `EnginePart.start_part`."""
         self.open_hardware()
-        super().join(meeting, bootstrap_port)
+        super().start_part(meeting, bootstrap_port)
 
 
 class MultiNodeEngineWorker(EngineWorker):
@@ -39,7 +39,7 @@ class MultiNodeEngineWorker(EngineWorker):
     def __init__(self, spec: EngineSpec, log: str, settings: ProcessSettings, parts: Sequence[ActorHandle]) -> None:
         super().__init__(spec, log, settings)
         self._parts = list(parts)
-        self._joins: list[ray.ObjectRef] = []
+        self._starts: list[ray.ObjectRef] = []
         self._fault: str | None = None  # of a part, which ended the engine
 
     # ---- life
@@ -49,7 +49,7 @@ class MultiNodeEngineWorker(EngineWorker):
         self._fault = None
         try:
             url = super().start()
-            ray.get(self._joins)
+            ray.get(self._starts)
         except BaseException:  # also an end of the actor
             self.shutdown(0.0)
             raise
@@ -62,20 +62,17 @@ class MultiNodeEngineWorker(EngineWorker):
         host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
         rendezvous = f"{host}:{meeting_port}"
         server = self._spawn_server(port, meeting_port, rendezvous, *bootstrap_ports)
-        self._joins = [part.join.remote(rendezvous, *bootstrap_ports) for part in self._parts]
+        self._starts = [part.start_part.remote(rendezvous, *bootstrap_ports) for part in self._parts]
         return server
 
     def _answers(self, path: str) -> bool:
-        done, _ = ray.wait(self._joins, num_returns=len(self._joins), timeout=0) if self._joins else ([], [])
+        done, _ = ray.wait(self._starts, num_returns=len(self._starts), timeout=0) if self._starts else ([], [])
         ray.get(done)  # raises what kept a part from starting
         return super()._answers(path)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """End the servers of all parts; see `EngineActor.shutdown`. Idempotent."""
         super().shutdown(timeout_s)  # first: its ranks tell those of the others to end
-        self._end_parts(timeout_s)
-
-    def _end_parts(self, timeout_s: float | None) -> None:
         _wait([part.shutdown.remote(timeout_s) for part in self._parts])
 
     # ---- faults

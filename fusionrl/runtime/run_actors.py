@@ -21,10 +21,11 @@ from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher, LocalLauncher
-from fusionrl.runtime.supervisor import FAILURES, StopSignal, Supervisor, Terminated, gather, root_cause
+from fusionrl.runtime.supervisor import FAILURES, StopSignal, Supervisor, Terminated, root_cause
 from fusionrl.runtime.telemetry import ClockOffsets, HardwareMetrics, Profiling
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.runtime.weight_sync import WeightSync
+from fusionrl.weights.remote_calls import gather, get
 
 if TYPE_CHECKING:
     from fusionrl.runtime.external_engines import ExternalEngines
@@ -60,9 +61,9 @@ class Actors:
             check_stop=self._stop.check,
             on_addresses=self._tell_addresses,
         )
-        supervisor = Supervisor(self.check_engines, self._stop)
-        self.trainers = TrainerGroups(config, plan, supervisor.finish)
-        self.buffer = BufferHandle(self.engines, supervisor)
+        self.supervisor = Supervisor(self.check_engines, self._stop)
+        self.trainers = TrainerGroups(config, plan, self.supervisor.finish)
+        self.buffer = BufferHandle(self.engines, self.supervisor)
         self.external_engines: ExternalEngines | None = None
         self.clocks: ClockOffsets | None = None  # of other machines
         self._watchdog: Watchdog | None = None
@@ -131,7 +132,7 @@ class Actors:
 
     def _tell_addresses(self) -> None:
         others = [] if self.external_engines is None else self.external_engines.urls
-        self.buffer.set_engines([*self.engines.urls, *others], self.engines.evaluation.urls)
+        get(self.buffer.actor.set_engines.remote([*self.engines.urls, *others], self.engines.evaluation.urls))
 
     def _parts(self) -> list[str]:
         parts = []
@@ -191,7 +192,7 @@ class Actors:
                 self.engines.shutdown()
                 self.weights.drop_files()
         finally:
-            self.trainers.actors, self.trainers.auxiliaries = [], []
+            self.trainers.policy, self.trainers.auxiliaries = [], []
             self._launcher.close()
             shutil.rmtree(self._launcher.run_dir / IMAGE_FILES, ignore_errors=True)
 
@@ -211,30 +212,30 @@ def start_all(
     order = plan.start_order
     if order != "trainers first":
         engines.start()
-    trainers.actors, trainers.auxiliaries = launcher.make_trainers()
+    trainers.policy, trainers.auxiliaries = launcher.make_trainers()
     prepared = buffer.start(launcher.make_buffer())
     if order == "together":
-        ready = launcher.setup_trainers([trainers.actors, trainers.auxiliaries])
-        buffer_ready = buffer.setup(engines.finish_start())
+        ready = launcher.setup_trainers([trainers.policy, trainers.auxiliaries])
+        buffer_ready = buffer.actor.setup.remote(engines.finish_start())
         if ready:
             logger.info("trainers: %s", gather(ready, check_stop)[0])
     elif order == "engines first":
         endpoints = engines.finish_start()
         engines.release_memory()
-        buffer_ready = buffer.setup(endpoints)
+        buffer_ready = buffer.actor.setup.remote(endpoints)
         _setup_in_turn(launcher, trainers, check_stop)
     else:
         _setup_in_turn(launcher, trainers, check_stop)
         trainers.offload()
         engines.start()
-        buffer_ready = buffer.setup(engines.finish_start())
+        buffer_ready = buffer.actor.setup.remote(engines.finish_start())
     facts: dict[str, int] = gather([prepared, buffer_ready], check_stop)[1]
     return facts
 
 
 def _setup_in_turn(launcher: Launcher, trainers: TrainerGroups, check_stop: Callable[[], None]) -> None:
     """Set up one group of trainers after the other: one that shares its devices gives its memory away for the next."""
-    groups = [group for group in (trainers.actors, trainers.auxiliaries) if group]
+    groups = [group for group in (trainers.policy, trainers.auxiliaries) if group]
     for number, group in enumerate(groups):
         logger.info("trainers: %s", gather(launcher.setup_trainers([group]), check_stop)[0])
         if number + 1 < len(groups):

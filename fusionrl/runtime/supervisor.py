@@ -21,7 +21,7 @@ from ray.actor import ActorHandle
 
 from fusionrl.base.environment import hide_passwords
 from fusionrl.base.memory_groups import MemoryKills
-from fusionrl.weights.remote_calls import Reference, get, wait, waiting
+from fusionrl.weights.remote_calls import Reference, gather
 
 _NUM_LINES = 10
 _MAX_TAIL_BYTES = 65536
@@ -41,21 +41,6 @@ def root_cause(error: BaseException) -> BaseException:
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
         return cause
     return error
-
-
-def gather(refs: Sequence[Reference[T]], check: Callable[[], None] = lambda: None, interval_s: float = 1.0) -> list[T]:
-    """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
-
-    `check` is called about once in `interval_s` seconds while calls are under way, and may raise to end the wait.
-    """
-    pending = list(refs)
-    with waiting(lambda: pending):
-        while pending:
-            done, pending = wait(pending, num_returns=1, timeout=interval_s)
-            get(done)
-            if pending:
-                check()
-    return get(list(refs))
 
 
 class ActorDied(RuntimeError):

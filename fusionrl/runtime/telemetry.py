@@ -117,7 +117,7 @@ class HardwareMetrics:
 
     def _groups(self) -> dict[str, list[ActorHandle]]:
         groups = {
-            "trainers": [*self._trainers.actors, *self._trainers.auxiliaries],
+            "trainers": [*self._trainers.policy, *self._trainers.auxiliaries],
             "engines": self._engines.everyone,
             "buffer": [self._buffer.actor] if self._buffer.is_started else [],
         }
@@ -241,7 +241,7 @@ class Profiling:
         return f"step_{self._first_step:06d}.{process}.a{self._attempt}"
 
     def _trainers(self) -> list[tuple[int, ActorHandle]]:
-        return [(rank, actor) for rank, actor in enumerate(self._groups.actors) if self._order.wants_trainer(rank)]
+        return [(rank, actor) for rank, actor in enumerate(self._groups.policy) if self._order.wants_trainer(rank)]
 
     def _engines(self) -> list[tuple[int, ActorHandle]]:
         return [(index, actor) for index, actor in enumerate(self._pool.engines) if self._order.wants_engine(index)]

@@ -10,7 +10,6 @@ from ray.actor import ActorHandle
 from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
-from fusionrl.runtime.supervisor import gather
 from fusionrl.weights.remote_calls import get
 
 Refs = Sequence[ray.ObjectRef]
@@ -23,20 +22,20 @@ eval/<set>/num_tokens | tokens | Number of these tokens. | --mode sft
 
 
 class TrainerGroups:
-    """Trainer actors, rank by rank: `actors` of the policy, `auxiliaries` of a critic or prm. Its length: of `actors`.
+    """Trainer actors, rank by rank: `policy`, and `auxiliaries` of a critic or prm. Its length: of `policy`.
 
     Methods call all ranks at once; they end with the slowest, or at the first failure.
     """
 
-    def __init__(self, config: Config, plan: Plan, gather: Callable[[Refs], list[Any]]) -> None:
-        """`gather` waits for the answers of ranks that train, and raises at the first failure; the driver's also checks
-        engines and stop requests."""
-        self.config, self.plan, self._gather = config, plan, gather
-        self.actors: list[ActorHandle] = []
+    def __init__(self, config: Config, plan: Plan, wait_for: Callable[[Refs], list[Any]]) -> None:
+        """`wait_for` waits for ranks that train, and raises at the first failure; the driver's also checks engines and
+        stop requests."""
+        self.config, self.plan, self._wait_for = config, plan, wait_for
+        self.policy: list[ActorHandle] = []
         self.auxiliaries: list[ActorHandle] = []
 
     def __len__(self) -> int:
-        return len(self.actors)
+        return len(self.policy)
 
     def train(self, rollout_id: int, shards: Refs, auxiliary_shards: Refs = ()) -> dict[str, float]:
         """One rollout's optimizer steps on every rank; rank 0's metrics.
@@ -47,8 +46,8 @@ class TrainerGroups:
         layout, auxiliary = self.plan.layout, self.plan.auxiliary
         policy_shards = [list(shards[layout.dp_rank(rank) :: layout.dp]) for rank in range(layout.world_size)]
         if auxiliary is None:
-            return self._gather(
-                [t.train.remote(rollout_id, s) for t, s in zip(self.actors, policy_shards, strict=True)]
+            return self._wait_for(
+                [t.train.remote(rollout_id, s) for t, s in zip(self.policy, policy_shards, strict=True)]
             )[0]
         ranks = range(auxiliary.layout.world_size)
         theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
@@ -60,7 +59,7 @@ class TrainerGroups:
         layout = self.plan.layout
         assert layout is not None
         last = [layout.rank(RankCoordinates(tp=0, cp=0, dp=dp, pp=layout.pp - 1)) for dp in range(layout.dp)]
-        return [self.actors[rank].sample_columns.remote(rollout_id) for rank in last]
+        return [self.policy[rank].sample_columns.remote(rollout_id) for rank in last]
 
     # Between the two groups columns go by reference, of one rank of each replica. On devices of their own both groups
     # work at once, wherever one does not need what the other makes; else one waits for the other.
@@ -68,13 +67,13 @@ class TrainerGroups:
         self, rollout_id: int, policy_shards: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
     ) -> dict[str, float]:
         """The process reward model learns the outcomes first, and rewards the same rollout then."""
-        self.make_room(self.actors)
+        self.make_room(self.policy)
         calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
         pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
         rewards = self._of_replicas(pairs, layout, self._score_ahead(rollout_id, policy_shards))
         self.make_room(self.auxiliaries)
-        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, policy_shards, strict=True)]
-        metrics: list[dict[str, float]] = self._gather([pairs[0][0], *refs])
+        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.policy, policy_shards, strict=True)]
+        metrics: list[dict[str, float]] = self._wait_for([pairs[0][0], *refs])
         return metrics[0] | metrics[1]
 
     def _train_with_critic(
@@ -82,21 +81,21 @@ class TrainerGroups:
     ) -> dict[str, float]:
         """The critic's values give the advantages and its targets; both learn then."""
         assert self.plan.layout is not None
-        self.make_room(self.actors)
+        self.make_room(self.policy)
         pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
         values = self._of_replicas(pairs, critic, self._score_ahead(rollout_id, policy_shards))
         self.make_room(self.auxiliaries)
-        prepare = [trainer.prepare.options(num_returns=2) for trainer in self.actors]
+        prepare = [trainer.prepare.options(num_returns=2) for trainer in self.policy]
         pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, policy_shards, strict=True)]
         targets = self._of_replicas(pairs, self.plan.layout)
         refs: list[ray.ObjectRef] = []
         if rollout_id >= self.config.critic.num_critic_only_steps:
-            refs = [t.train.remote(rollout_id, s) for t, s in zip(self.actors, policy_shards, strict=True)]
+            refs = [t.train.remote(rollout_id, s) for t, s in zip(self.policy, policy_shards, strict=True)]
             if self.plan.shares_with_auxiliary:
-                self._gather(refs)
-        self.make_room(self.actors)
+                self._wait_for(refs)
+        self.make_room(self.policy)
         critics = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        metrics: list[dict[str, float]] = self._gather([*refs, *critics])
+        metrics: list[dict[str, float]] = self._wait_for([*refs, *critics])
         self.make_room(self.auxiliaries)
         return (metrics[0] if refs else {}) | metrics[len(refs)]
 
@@ -104,7 +103,7 @@ class TrainerGroups:
         """Begin the policy's log-probs, while the other group works on devices of its own: references to wait for."""
         if self.plan.shares_with_auxiliary:
             return []
-        return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.actors, policy_shards, strict=True)]
+        return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.policy, policy_shards, strict=True)]
 
     def make_room(self, group: list[ActorHandle]) -> None:
         """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
@@ -122,9 +121,9 @@ class TrainerGroups:
         for name, shards in sets.items():
             refs = [
                 trainer.evaluate_loss.remote([shards[self.plan.layout.dp_rank(rank)]])
-                for rank, trainer in enumerate(self.actors)
+                for rank, trainer in enumerate(self.policy)
             ]
-            losses = self._gather(refs)[0]
+            losses = self._wait_for(refs)[0]
             values[f"eval/{name}/loss"] = losses["eval/loss"]
             values[f"eval/{name}/num_tokens"] = losses["eval/num_tokens"]
         return values
@@ -132,56 +131,31 @@ class TrainerGroups:
     def offload(self, keep_weights: bool = False) -> None:
         """Let the trainers give their memory away, as --offload-train says; they take it back by themselves."""
         if self.plan.trainers_give_memory:
-            get([trainer.offload.remote(keep_weights) for trainer in self.actors])
+            get([trainer.offload.remote(keep_weights) for trainer in self.policy])
             get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
-    def _call(self, method: str, *arguments: object) -> list[ray.ObjectRef]:
-        """Call a method of the trainers whose state a checkpoint has; a path becomes that of their folder in it."""
+    def call(self, method: str, *arguments: object) -> list[ray.ObjectRef]:
+        """Call a method of `ModelRank` on all trainers whose state a checkpoint has: those that this mode trains.
+
+        A path among the arguments becomes that of the trainer's folder in it.
+        """
         refs = []
         for name, group in self._trained().items():
             of_group = [str(value / name) if isinstance(value, Path) else value for value in arguments]
             refs += [getattr(trainer, method).remote(*of_group) for trainer in group]
         return refs
 
-    def begin_save(self, path: Path, rollout_id: int) -> list[ray.ObjectRef]:
-        """References of what begins a checkpoint in the folder `path`; complete after `finish_save`."""
-        return self._call("begin_save", path, rollout_id)
-
-    def is_saved(self) -> bool:
-        """Return whether `finish_save` would return soon."""
-        return all(gather(self._call("is_saved")))
-
-    def finish_save(self) -> None:
-        """Wait for the files of `begin_save`."""
-        gather(self._call("finish_save"))
-
-    def last_trained(self, timeout_s: float) -> list[int | None]:
-        """Return the last rollout that each rank has learned completely; None if it has learned a part of the next.
-        Raises TimeoutError, RayError if a rank does not answer, or is dead."""
-        return get(self._call("last_trained"), timeout_s)
-
-    def load(self, path: Path) -> list[ray.ObjectRef]:
-        """References of what restores the checkpoint in `path`: facts of each rank."""
-        return self._call("load", path)
-
-    def state_hashes(self) -> list[dict[str, str]]:
-        """SHA-256 of each rank's weights, optimizer and RNG states."""
-        return gather(self._call("state_hashes"))
-
-    def save_hf(self, path: Path) -> None:
-        gather([trainer.save_hf.remote(str(path)) for trainer in self.actors])
-
     def _trained(self) -> dict[str, list[ActorHandle]]:
         """Folder in a checkpoint → trainers, in a mode that changes their weights."""
-        if self.config.run.mode == "reject-sampling" or not self.actors:
+        if self.config.run.mode == "reject-sampling" or not self.policy:
             return {}
         auxiliary = self.plan.auxiliary
-        return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
+        return {"trainer": self.policy} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
     def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout, concurrent: Refs = ()) -> list[object]:
         """Wait for each rank's answer, (metrics, columns), and for `concurrent` calls.
 
         Returns references to the columns, one of each replica.
         """
-        self._gather([*concurrent, *(done for done, _ in pairs)])
+        self._wait_for([*concurrent, *(done for done, _ in pairs)])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 import ray
 
 from fusionrl.config.config import Config
+from fusionrl.observe.spans import phase
 from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push_plan import EngineTarget, Feed, plan_feeds
+from fusionrl.plan.push_plan import EngineTarget, plan_feeds
 from fusionrl.plan.trained_parts import adapter_folders, adapters_of, has_several_adapters
 from fusionrl.runtime.engine_pool import CACHES, EnginePool
 from fusionrl.runtime.engine_specs import TORCH_DTYPES
 from fusionrl.runtime.supervisor import root_cause
 from fusionrl.runtime.trainers import TrainerGroups
-from fusionrl.weights.push import drop_files, push_adapters, push_by_disk, push_weights
+from fusionrl.weights.push import Push, drop_files
 from fusionrl.weights.remote_calls import merge_loss, wait_all
 from fusionrl.weights.verify import Verification, WeightMismatch
 
@@ -60,8 +61,7 @@ class WeightSync:
         """Of the last push."""
         self._num_pushes = 0
         self._has_warned_of_loss = False
-        self._targets: list[EngineTarget] = []
-        self._feeds: list[Feed] = []
+        self._is_written = False  # files of a disk push may be there
         self._have_base = set[tuple[int, int, str]]()  # processes of engines that get no more than adapters
         folder = config.weights.update_weight_local_checkpoint_dir
         name = f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
@@ -76,26 +76,27 @@ class WeightSync:
         With --use-fault-tolerance engines that died are back after it; one that dies meanwhile is replaced, and all
         get the weights again. The same holds of engines of others, which are then lost; but not where memory is shared.
         """
-        reaches_all = to_evaluation or self._num_pushes == 0
-        if self._engines.is_recovering and not self._plan.engines_give_memory:
-            self._engines.check(is_generating=False)
-            self._engines.check_answers(reaches_all)
-        for num_pushes in itertools.count(1):
-            if self._engines.is_recovering and self._engines.finish_starts(reaches_all):
-                self._plan_push()
-            try:
-                metrics = self._push_once(version, reaches_all)
-                break
-            except (ray.exceptions.RayError, RuntimeError) as error:
-                # Where memory is shared, it is unknown who has given back what in the middle of a push.
-                if self._plan.engines_give_memory or not self._lose_culprits(error, reaches_all, num_pushes):
-                    raise
-                logger.warning("the push of version %d is repeated: %s", version, root_cause(error))
-        if self._engines.is_recovering:
-            metrics["sync/engines_restarted"] = float(self._engines.join(reaches_all))
-        if self._external_engines is not None:
-            self._external_engines.admit()
-        return metrics
+        with phase("push", version=version):
+            reaches_all = to_evaluation or self._num_pushes == 0
+            if self._engines.is_recovering and not self._plan.engines_give_memory:
+                self._engines.check(is_generating=False)
+                self._engines.check_answers(reaches_all)
+            for num_pushes in itertools.count(1):
+                if self._engines.is_recovering:
+                    self._engines.finish_starts(reaches_all)
+                try:
+                    metrics = self._push_once(version, reaches_all)
+                    break
+                except (ray.exceptions.RayError, RuntimeError) as error:
+                    # Where memory is shared, it is unknown who has given back what in the middle of a push.
+                    if self._plan.engines_give_memory or not self._lose_culprits(error, reaches_all, num_pushes):
+                        raise
+                    logger.warning("the push of version %d is repeated: %s", version, root_cause(error))
+            if self._engines.is_recovering:
+                metrics["sync/engines_restarted"] = float(self._engines.admit(reaches_all))
+            if self._external_engines is not None:
+                self._external_engines.admit()
+            return metrics
 
     def _lose_culprits(self, error: Exception, reaches_all: bool, num_pushes: int) -> bool:
         """After a push that failed, take out the engines that broke it. Return whether there are any."""
@@ -104,17 +105,17 @@ class WeightSync:
             return True
         return self._external_engines is not None and self._external_engines.drop_culprits(root_cause(error))
 
-    def restore_engines(self) -> None:
-        """Before a round: engines that died since the last push (in an evaluation, or where none comes) are back."""
-        if not self._engines.num_out:
-            return
-        if self._trainers:
+    def prepare_round(self) -> None:
+        """Before engines generate: bring back those that died since the last push (in an evaluation, or where none
+        comes); trainers give their memory away where the two take turns."""
+        if self._engines.num_out and self._trainers:
             self._engines.release_memory()
             self.push(self.version)
-        else:
+        elif self._engines.num_out:
             self._engines.finish_starts()
             self.load_adapters()
-            self._engines.join()
+            self._engines.admit()
+        self._trainers.offload()
 
     def load_adapters(self) -> None:
         """Without trainers: let engines that are new load the adapters out of their folders, as version 0."""
@@ -132,16 +133,10 @@ class WeightSync:
         send_files(files, list(lacking.values()), self.version, self._config.weights.update_weight_timeout_s)
         self._have_base |= lacking.keys()
 
-    def _plan_push(self) -> None:
-        self._targets = self._engines.targets()
-        if self._plan.transport == "ipc" and self._plan.device == "cuda":
-            self._feeds = plan_feeds(self._targets, self._plan.trainer_bundles)
-
     def _push_once(self, version: int, reaches_all: bool) -> dict[str, float]:
-        if not self._targets:
-            self._plan_push()
         is_first = self._num_pushes == 0 or (self._external_engines is not None and self._external_engines.has_new)
-        targets = self._targets if reaches_all else self._targets[: self._plan.num_engines]
+        targets = self._engines.targets()
+        targets = targets if reaches_all else targets[: self._plan.num_engines]
         num_own = len(targets)
         if self._external_engines is not None:
             targets = targets + self._external_engines.targets()
@@ -184,8 +179,7 @@ class WeightSync:
         lacking = self._lacking(targets)
         metrics = self._transfer_weights(version, list(lacking.values())) if lacking else {}
         self._have_base |= lacking.keys()
-        timeout_s = self._config.weights.update_weight_timeout_s
-        adapters = push_adapters(self._trainers.actors, targets, version=version, timeout_s=timeout_s)
+        adapters = self._begin_push(version, targets).of_adapters()
         added = ("perf/time_sync_s", "sync/prepare_s", "sync/pause_s", "sync/bytes", "sync/calls")
         return metrics | adapters | {name: metrics.get(name, 0.0) + adapters[name] for name in added}
 
@@ -196,33 +190,23 @@ class WeightSync:
     def _transfer_weights(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport
         assert transport is not None
-        mode, timeout_s = pause_mode(self._config, self._plan), weights.update_weight_timeout_s
+        push, mode = self._begin_push(version, targets), pause_mode(self._config, self._plan)
         if transport == "disk":
-            return push_by_disk(
-                self._trainers.actors,
-                targets,
-                version=version,
-                local_folder=self._local_folder,
-                keep_files=weights.update_weight_disk_keep_files,
-                pause_mode=mode,
-                timeout_s=timeout_s,
-            )
-        reached = {target.index for target in targets}
-        return push_weights(
-            self._trainers.actors,
-            targets,
-            [feed for feed in self._feeds if feed.engine in reached],
-            version=version,
-            transport=transport,
-            pause_mode=mode,
-            timeout_s=timeout_s,
-        )
+            self._is_written = True
+            return push.by_disk(self._local_folder, mode, keep_files=weights.update_weight_disk_keep_files)
+        feeds = []
+        if transport == "ipc" and self._plan.device == "cuda":
+            feeds = plan_feeds([target for target in targets if not target.host], self._plan.trainer_bundles)
+        return push.from_memory(feeds, transport, mode)
+
+    def _begin_push(self, version: int, targets: list[EngineTarget]) -> Push:
+        return Push(self._trainers.policy, targets, version, self._config.weights.update_weight_timeout_s)
 
     def _merge_loss(self) -> float:
         """Return the share of what adapters add to the weights that the engines' precision loses."""
         if self._plan.rollout_dtype == "fp32":
             return 0.0
-        calls = [(f"trainer {i}", trainer.merge_losses.remote()) for i, trainer in enumerate(self._trainers.actors)]
+        calls = [(f"trainer {i}", trainer.merge_losses.remote()) for i, trainer in enumerate(self._trainers.policy)]
         loss = merge_loss(wait_all(calls, self._config.weights.update_weight_timeout_s))
         if loss > _LOUD_LOSS and not self._has_warned_of_loss:
             self._has_warned_of_loss = True
@@ -240,7 +224,7 @@ class WeightSync:
             urls += self._external_engines.pushed_urls
         is_fp32 = self._plan.precision == self._plan.rollout_dtype == "fp32"
         return Verification(
-            self._trainers.actors,
+            self._trainers.policy,
             targets,
             urls,
             api_key=self._api_key,
@@ -262,6 +246,6 @@ class WeightSync:
     def drop_files(self) -> None:
         """At the end of a run: remove the files of a disk push, if there are any that are not to be kept."""
         keeps = self._config.weights.update_weight_disk_keep_files
-        if self._plan.transport == "disk" and self._targets and not keeps:
-            drop_files(self._trainers.actors, self._targets, self._local_folder)
-        self._targets = []
+        if self._is_written and not keeps:
+            drop_files(self._trainers.policy, self._engines.targets(), self._local_folder)
+        self._is_written = False

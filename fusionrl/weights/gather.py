@@ -278,8 +278,8 @@ class Exporter:
         stages = {name: self.layout.coordinates(rank).pp for name, rank in reversed(held)}
         return push_tensors(self.shape, lambda rule: stages[rule.megatron], self.dtype, self.quantization)
 
-    def settle(self) -> None:
-        """Before the first gather of a push, on all ranks: the weights are in memory, and of the last step."""
+    def refresh(self) -> None:
+        """Before the first gather of a push, on all ranks: bring the weights of the last step into memory."""
         self.reload()
         gather_params(self.chunks)
 

@@ -2,6 +2,7 @@
 
 from memory  prepare, pause, begin, transfer, end, continue: the engines generate nothing from pause to continue
 by files     write, pull, pause, load, continue: engines generate while trainers write and hosts pull
+adapters     transfer: no engine pauses (`engines/adapter_versions.py`)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.observe.spans import span
@@ -23,142 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RELEASE_TIMEOUT_S = 30.0
-
-
-def push_weights(
-    trainers: Sequence[ActorHandle],
-    targets: Sequence[EngineTarget],
-    feeds: Sequence[Feed],
-    *,
-    version: int,
-    transport: str,
-    pause_mode: str,
-    timeout_s: float,
-) -> dict[str, float]:
-    """Bring every engine to the trainers' weights, stamped with `version`. Return the metrics.
-
-    After a failure the engines resume with the weights they hold, so that they can be pushed to again or shut down.
-    """
-    start = time.perf_counter()
-    push = PushCalls(trainers, targets, start + timeout_s)
-    with span("prepare"):
-        push.ask_trainers("prepare_push", list(targets), transport)
-    prepared = time.perf_counter()
-    not_released: list[str] = []
-    try:
-        with span("pause engines"):
-            paused = push.pause(pause_mode)
-        try:
-            wait_all(push.engine_calls("begin_weight_update"), push.left())
-            with span("transfer"):
-                sent: list[SendReport] = push.ask_trainers(
-                    "push_weights", list(targets), list(feeds), version, transport
-                )
-        finally:
-            not_released += push.release("end_weight_update")
-    finally:
-        not_released += push.release("resume")
-    if not_released:
-        raise RuntimeError("weight push: " + "; ".join(not_released))
-    end = time.perf_counter()
-    return {
-        "perf/time_sync_s": end - start,
-        "sync/prepare_s": prepared - start,
-        "sync/pause_s": end - paused,
-        "sync/version": float(version),
-        **_totals(sent, len(targets)),
-    }
-
-
-def push_adapters(
-    trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget], *, version: int, timeout_s: float
-) -> dict[str, float]:
-    """Bring every engine, which has the weights, to the trainers' adapters of `version`; metrics as `push_weights`.
-
-    No engine pauses: running requests keep the version that they began with (`engines/adapter_versions.py`).
-    """
-    start = time.perf_counter()
-    push = PushCalls(trainers, targets, start + timeout_s)
-    with span("transfer"):
-        sent: list[SendReport] = push.ask_trainers("push_adapters", list(targets), version, timeout_s)
-    totals = _totals(sent, len(targets))
-    seconds = time.perf_counter() - start
-    return {
-        "perf/time_sync_s": seconds,
-        "sync/prepare_s": seconds - totals["sync/transfer_s"],
-        "sync/pause_s": 0.0,
-        "sync/version": float(version),
-        **totals,
-    }
-
-
-@dataclass(frozen=True)
-class PushCalls:
-    """The calls of one push: its participants, and its deadline by time.perf_counter."""
-
-    trainers: Sequence[ActorHandle]
-    targets: Sequence[EngineTarget]
-    deadline: float
-
-    def left(self) -> float:
-        """Seconds that the push may still take."""
-        return max(1.0, self.deadline - time.perf_counter())
-
-    def ask_trainers(self, method: str, *args: object) -> list[Any]:
-        """Return the answers of all ranks."""
-        calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(self.trainers)]
-        return wait_all(calls, self.left())
-
-    def engine_calls(self, method: str) -> list[tuple[str, ObjectRef]]:
-        """Begin a call of every engine."""
-        return [(f"engine {t.index}: {method}", getattr(t.handle, method).remote()) for t in self.targets]
-
-    def pause(self, mode: str) -> float:
-        """Pause all engines; return when the first of them paused, by `time.perf_counter`.
-
-        An engine that generates ends its forward pass before it pauses: that is work, and no pause.
-        """
-        times = list[float]()
-        calls = [(f"engine {t.index}: pause", future_of(t.handle.pause.remote(mode))) for t in self.targets]
-        for _, call in calls:
-            call.add_done_callback(lambda _: times.append(time.perf_counter()))
-        wait_all(calls, self.left())
-        return min(times, default=time.perf_counter())
-
-    def release(self, method: str) -> list[str]:
-        """Call `method` on every engine, whatever its state; return the failures."""
-        return call_failures(self.engine_calls(method), lambda: RELEASE_TIMEOUT_S)
-
-
-def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
-    """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends."""
-    num_bytes = float(sum(report["bytes"] for report in sent))
-    ends = [report for report in sent if "last_s" in report]
-    seconds = max(report["last_s"] for report in ends) - min(report["first_s"] for report in ends)
-    return {
-        "sync/transfer_s": seconds,
-        "sync/bytes": num_bytes,
-        "sync/buckets": float(sum(report["buckets"] for report in sent)),
-        "sync/calls": float(sum(report["calls"] for report in sent)),
-        "sync/gb_per_s": num_bytes * num_engines / seconds / 1e9,
-    }
-
-
-def call_failures(calls: Sequence[tuple[str, Future[object] | ObjectRef]], timeout_s: Callable[[], float]) -> list[str]:
-    """Wait for every call, also where one fails; log and return the failures."""
-    failures = []
-    for call in calls:
-        try:
-            wait_all([call], timeout_s())
-        except RuntimeError as error:
-            logger.warning("weight push: %s", error)
-            failures.append(str(error))
-    return failures
-
-
+_RELEASE_TIMEOUT_S = 30.0
 _DROP_TIMEOUT_S = 10.0
-
 
 METRICS = """
 perf/time_sync_s | seconds | The weight push, without its verification.
@@ -177,71 +44,143 @@ sync/full_hosts | hosts | Hosts that got the full version in place of a delta. |
 """
 
 
-def push_by_disk(
-    trainers: Sequence[ActorHandle],
-    targets: Sequence[EngineTarget],
-    *,
-    version: int,
-    local_folder: str | None,
-    keep_files: bool,
-    pause_mode: str,
-    timeout_s: float,
-) -> dict[str, float]:
-    """Bring every engine to the trainers' weights, stamped with `version`, through files. Return the metrics.
-
-    Targets with one `node_id` share a host's copy of the weights in `local_folder`; None: engines load what the
-    trainers wrote. `keep_files`: the folders of older versions stay.
-
-    After a failure the engines resume; one that did not load keeps its weights. The next push is an ordinary one.
-    """
-    start = time.perf_counter()
-    push = _DiskPush(trainers, targets, start + timeout_s, version, local_folder)
-    with span("write and pull"):
-        written, paths, num_full = push.distribute()
-    distributed = time.perf_counter()
-    with span("load"):
-        paused = push.load(paths, pause_mode)
-    end = time.perf_counter()
-    if not keep_files:
-        wait_all([("trainer 0: drop_weights", trainers[0].drop_weights.remote(version))], push.left())
-    num_bytes = float(sum(files["bytes"] for files in written))
-    return {
-        "perf/time_sync_s": end - start,
-        "perf/update_weights_density": written[0]["density"],
-        "perf/update_weights_wire_bytes": num_bytes,
-        "sync/prepare_s": distributed - start,
-        "sync/pause_s": end - paused,
-        "sync/bytes": num_bytes,
-        "sync/buckets": float(sum(files["files"] for files in written)),
-        "sync/gb_per_s": num_bytes / (end - start) / 1e9,
-        "sync/full_hosts": float(num_full),
-        "sync/version": float(version),
-    }
-
-
 @dataclass(frozen=True)
-class _DiskPush(PushCalls):
-    version: int
-    local_folder: str | None
+class Push:
+    """One push, which brings `targets` to the trainers' weights or adapters and stamps them with `version`.
 
-    def distribute(self) -> tuple[list[WriteReport], dict[str, str | None], int]:
+    One of its three protocols is called, once, and returns the metrics. After a failure the engines resume with the
+    weights that they hold, so that they can be pushed to again or shut down.
+    """
+
+    trainers: Sequence[ActorHandle]
+    targets: Sequence[EngineTarget]
+    version: int
+    timeout_s: float
+    start: float = field(default_factory=time.perf_counter)
+
+    def from_memory(self, feeds: Sequence[Feed], transport: str, pause_mode: str) -> dict[str, float]:
+        """Send the weights by `transport`; `feeds` as of `plan_feeds`, where engines read GPUs that they share."""
+        with span("prepare"):
+            self._ask_trainers("prepare_push", list(self.targets), transport)
+        prepared = time.perf_counter()
+        not_released: list[str] = []
+        try:
+            with span("pause engines"):
+                paused = self.pause(pause_mode)
+            try:
+                wait_all(self._engine_calls("begin_weight_update"), self._left())
+                with span("transfer"):
+                    sent: list[SendReport] = self._ask_trainers(
+                        "push_weights", list(self.targets), list(feeds), self.version, transport
+                    )
+            finally:
+                not_released += self._release("end_weight_update")
+        finally:
+            not_released += self._release("resume")
+        if not_released:
+            raise RuntimeError("weight push: " + "; ".join(not_released))
+        end = time.perf_counter()
+        return self._times(end, prepared - self.start, end - paused) | _totals(sent, len(self.targets))
+
+    def of_adapters(self) -> dict[str, float]:
+        """Send the adapters; the engines have the weights. Running requests keep the version that they began with."""
+        with span("transfer"):
+            sent: list[SendReport] = self._ask_trainers(
+                "push_adapters", list(self.targets), self.version, self.timeout_s
+            )
+        totals, end = _totals(sent, len(self.targets)), time.perf_counter()
+        return self._times(end, end - self.start - totals["sync/transfer_s"], 0.0) | totals
+
+    def by_disk(self, local_folder: str | None, pause_mode: str, *, keep_files: bool) -> dict[str, float]:
+        """Send the weights through files.
+
+        Targets with one `node_id` share a host's copy of the weights in `local_folder`; None: engines load what the
+        trainers wrote. `keep_files`: the folders of older versions stay. After a failure an engine that did not load
+        keeps its weights, and the next push is an ordinary one.
+        """
+        with span("write and pull"):
+            written, paths, num_full = self._distribute(local_folder)
+        distributed = time.perf_counter()
+        with span("load"):
+            paused = self._load(paths, pause_mode)
+        end = time.perf_counter()
+        if not keep_files:
+            dropping = self.trainers[0].drop_weights.remote(self.version)
+            wait_all([("trainer 0: drop_weights", dropping)], self._left())
+        num_bytes = float(sum(files["bytes"] for files in written))
+        return self._times(end, distributed - self.start, end - paused) | {
+            "perf/update_weights_density": written[0]["density"],
+            "perf/update_weights_wire_bytes": num_bytes,
+            "sync/bytes": num_bytes,
+            "sync/buckets": float(sum(files["files"] for files in written)),
+            "sync/gb_per_s": num_bytes / (end - self.start) / 1e9,
+            "sync/full_hosts": float(num_full),
+        }
+
+    # ------------------------------------------------------------------------------------ parts
+    def _times(self, end: float, prepare_s: float, pause_s: float) -> dict[str, float]:
+        return {
+            "perf/time_sync_s": end - self.start,
+            "sync/prepare_s": prepare_s,
+            "sync/pause_s": pause_s,
+            "sync/version": float(self.version),
+        }
+
+    def _left(self) -> float:
+        """Seconds that the push may still take."""
+        return max(1.0, self.start + self.timeout_s - time.perf_counter())
+
+    def _ask_trainers(self, method: str, *args: object) -> list[Any]:
+        """Return the answers of all ranks."""
+        calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(self.trainers)]
+        return wait_all(calls, self._left())
+
+    def _engine_calls(self, method: str) -> list[tuple[str, ObjectRef]]:
+        """Begin a call of every engine."""
+        return [(f"engine {t.index}: {method}", getattr(t.handle, method).remote()) for t in self.targets]
+
+    def pause(self, mode: str) -> float:
+        """Pause all engines; return when the first of them paused, by `time.perf_counter`.
+
+        An engine that generates ends its forward pass before it pauses: that is work, and no pause.
+        """
+        times = list[float]()
+        calls = [(f"engine {t.index}: pause", future_of(t.handle.pause.remote(mode))) for t in self.targets]
+        for _, call in calls:
+            call.add_done_callback(lambda _: times.append(time.perf_counter()))
+        wait_all(calls, self._left())
+        return min(times, default=time.perf_counter())
+
+    def _release(self, method: str) -> list[str]:
+        """Call `method` on every engine, whatever its state; return the failures."""
+        return _call_failures(self._engine_calls(method), lambda: _RELEASE_TIMEOUT_S)
+
+    def _distribute(self, local_folder: str | None) -> tuple[list[WriteReport], dict[str, str | None], int]:
         """Write the files, and let each host pull them, while the engines generate.
 
         Returns rank 0's facts of what was written (a delta's, and a full version's where a host needs that), node →
         folder to load from, and the number of hosts that got a full version.
         """
         handles = [target.handle for target in self.targets]
-        written: list[WriteReport] = self.ask_trainers("write_weights", self.version, handles)[:1]
+        written: list[WriteReport] = self._ask_trainers("write_weights", self.version, handles)[:1]
         hosts = {target.node_id: target for target in reversed(self.targets)}  # one engine of each pulls for all
-        paths = self._pull(hosts, written[0]["folder"])
+        paths = self._pull(hosts, written[0]["folder"], local_folder)
         lacking = {node: target for node, target in hosts.items() if paths[node] is None}
         if lacking:
             logger.info("version %d goes in full to %d of %d hosts", self.version, len(lacking), len(hosts))
-            written += self.ask_trainers("write_weights", self.version, handles, True)[:1]
-            paths |= self._pull(lacking, written[1]["folder"])
+            written += self._ask_trainers("write_weights", self.version, handles, True)[:1]
+            paths |= self._pull(lacking, written[1]["folder"], local_folder)
         return written, paths, len(lacking)
 
-    def load(self, paths: dict[str, str | None], pause_mode: str) -> float:
+    def _pull(self, hosts: dict[str, EngineTarget], folder: str, local_folder: str | None) -> dict[str, str | None]:
+        """Host → the folder that its engines load; None where the delta in `folder` does not fit its copy."""
+        calls = [
+            (f"the host of engine {target.index}", target.handle.pull_weights.remote(folder, local_folder))
+            for target in hosts.values()
+        ]
+        return dict(zip(hosts, wait_all(calls, self._left()), strict=True))
+
+    def _load(self, paths: dict[str, str | None], pause_mode: str) -> float:
         """Pause the engines, load, and resume them. Return when the first of them paused."""
         failed, stamp = list[str](), str(self.version)
         try:
@@ -251,20 +190,40 @@ class _DiskPush(PushCalls):
                 load = target.handle.update_weights_from_disk
                 loads.append((f"engine {target.index}: load", load.remote(paths[target.node_id], version=stamp)))
             # Wait for every load even if one fails: an engine resumes only with complete old or complete new weights.
-            failed += call_failures(loads, self.left)
+            failed += _call_failures(loads, self._left)
         finally:
-            failed += self.release("resume")
+            failed += self._release("resume")
         if failed:
             raise RuntimeError("weight push: " + "; ".join(failed))
         return paused
 
-    def _pull(self, hosts: dict[str, EngineTarget], folder: str) -> dict[str, str | None]:
-        """Host → the folder that its engines load; None where the delta in `folder` does not fit its copy."""
-        calls = [
-            (f"the host of engine {target.index}", target.handle.pull_weights.remote(folder, self.local_folder))
-            for target in hosts.values()
-        ]
-        return dict(zip(hosts, wait_all(calls, self.left()), strict=True))
+
+def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
+    """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends."""
+    num_bytes = float(sum(report["bytes"] for report in sent))
+    ends = [report for report in sent if "last_s" in report]
+    seconds = max(report["last_s"] for report in ends) - min(report["first_s"] for report in ends)
+    return {
+        "sync/transfer_s": seconds,
+        "sync/bytes": num_bytes,
+        "sync/buckets": float(sum(report["buckets"] for report in sent)),
+        "sync/calls": float(sum(report["calls"] for report in sent)),
+        "sync/gb_per_s": num_bytes * num_engines / seconds / 1e9,
+    }
+
+
+def _call_failures(
+    calls: Sequence[tuple[str, Future[object] | ObjectRef]], timeout_s: Callable[[], float]
+) -> list[str]:
+    """Wait for every call, also where one fails; log and return the failures."""
+    failures = []
+    for call in calls:
+        try:
+            wait_all([call], timeout_s())
+        except RuntimeError as error:
+            logger.warning("weight push: %s", error)
+            failures.append(str(error))
+    return failures
 
 
 def drop_files(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget], local_folder: str | None) -> None:
@@ -274,4 +233,4 @@ def drop_files(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget],
         hosts = {target.node_id: target for target in targets}
         calls += [(f"engine {t.index}", t.handle.drop_local_copy.remote(local_folder)) for t in hosts.values()]
     deadline = time.monotonic() + _DROP_TIMEOUT_S
-    call_failures(calls, lambda: max(0.0, deadline - time.monotonic()))
+    _call_failures(calls, lambda: max(0.0, deadline - time.monotonic()))

@@ -184,6 +184,21 @@ def wait(
     return done_refs, [ref for ref in refs if not any(ref is done for done in done_refs)]
 
 
+def gather(refs: Sequence[Reference[T]], check: Callable[[], None] = lambda: None, interval_s: float = 1.0) -> list[T]:
+    """Return all answers. Raises at the first failure, wherever it stands: others may wait for the one that failed.
+
+    `check` is called about once in `interval_s` seconds while calls are under way, and may raise to end the wait.
+    """
+    pending = list(refs)
+    with waiting(lambda: pending):
+        while pending:
+            done, pending = wait(pending, num_returns=1, timeout=interval_s)
+            get(done)
+            if pending:
+                check()
+    return get(list(refs))
+
+
 class LocalActor:
     """An object whose methods are called as those of a Ray actor: `actor.method.remote(…)` returns a `LocalRef`."""
 

@@ -147,7 +147,7 @@ class WeightSender:
     # ------------------------------------------------------------------------------------ preparation
     def prepare(self, targets: Sequence[EngineTarget], transport: str) -> None:
         """Make the plan and the groups, unless those of the last push still fit, and gather the first buckets."""
-        self.exporter.settle()
+        self.exporter.refresh()
         if transport == "ipc" and self.device == "cuda":
             return
         self._meet()

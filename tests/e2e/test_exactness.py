@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.runtime.checkpoints import Checkpoint
-from fusionrl.runtime.run import compare_hashes
+from fusionrl.runtime.checkpoints import Checkpoint, compare_hashes
 from tests.e2e.launch import launch, metrics_of, run
 
 pytestmark = pytest.mark.e2e

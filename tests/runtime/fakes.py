@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ray
 
-from fusionrl.runtime.engine_pool import Recovery
+from fusionrl.runtime.engine_pool import RoutedEngines
 
 
 class Engine:
@@ -74,25 +75,27 @@ class Processes:
 
 
 class Fleet(Processes):
-    """Engines with a `Recovery` over them."""
+    """Engines behind a router, which are replaced when they die; `stop` is called while one waits for a new one."""
 
     def __init__(self, folder: Path, count: int, *, first: int = 0, may_lose_all: bool = False, **flags: float) -> None:
         """`flags`: --rollout-health-check-…"""
         super().__init__(folder, count)
-        self.said = list[str]()
-        self.engines = [self.make(index) for index in range(count)]
-        self.urls = ray.get([engine.start.remote() for engine in self.engines])
-        self.router = Router(self.urls)
+        self.said, self.stop = list[str](), Mock()
         limits = {"interval": 0.1, "timeout": 0.5, "first_wait": 0.0} | flags
-        rollout: Any = SimpleNamespace(**{f"rollout_health_check_{name}": value for name, value in limits.items()})
+        rollout = SimpleNamespace(**{f"rollout_health_check_{name}": value for name, value in limits.items()})
+        config: Any = SimpleNamespace(rollout=rollout)
         launcher: Any = SimpleNamespace(api_key="key", make_engine=lambda role, index: self.make(index - first))
-        router: Any = self.router
-        parts = (self.engines, self.urls, router, launcher, rollout, self.said.append)
-        self.recovery = Recovery(*parts, first=first, may_lose_all=may_lose_all)
+        parts = (config, launcher, self.said.append, self.stop)
+        self.group = RoutedEngines(*parts, first=first, may_lose_all=may_lose_all)
+        self.engines = self.group.engines
+        self.engines += [self.make(index) for index in range(count)]
+        self.group.urls = ray.get([engine.start.remote() for engine in self.engines])
+        self.router: Any = Router(self.group.urls)
+        self.group.router, self.group.is_recovering = self.router, True
 
     def check_until(self, count: int, limit_s: float = 20.0) -> None:
         deadline = time.monotonic() + limit_s
-        while self.recovery.num_died < count and time.monotonic() < deadline:
-            self.recovery.check()
+        while self.group.num_died < count and time.monotonic() < deadline:
+            self.group.replace_dead()
             time.sleep(0.02)
-        assert self.recovery.num_died == count
+        assert self.group.num_died == count

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ from unittest.mock import Mock
 
 from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
-from fusionrl.runtime.run_context import Run
+from fusionrl.runtime.run import Run
 from fusionrl.runtime.supervisor import StopSignal
+from fusionrl.weights.remote_calls import get, put
 
 
 class Trainers(list[str]):
@@ -20,8 +22,16 @@ class Trainers(list[str]):
         super().__init__(["rank 0", "rank 1"])
         self.train = train
         self.offload, self.sample_columns = Mock(), Mock(return_value=[])
-        self.last_trained = Mock(return_value=[0])
+        self.last_trained: Callable[[], list[int | None]] = Mock(return_value=[0])
         self.validation_losses = Mock(return_value={"eval/x/loss": 1.0})
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return [put(answer) for answer in getattr(self, method)(*args)]
+
+
+def _method(function: Callable[..., object]) -> SimpleNamespace:
+    """A method of an actor."""
+    return SimpleNamespace(remote=lambda *args: put(function(*args)))
 
 
 class Cluster:
@@ -34,7 +44,7 @@ class Cluster:
         self.done: set[int] = set()  # evaluations whose results are there
         self._stops, self._left = stops, number
         self.trainers: Any = Trainers(self.train)
-        self.weights = SimpleNamespace(version=0, push=self.push, restore_engines=lambda: None)
+        self.weights = SimpleNamespace(version=0, push=self.push, prepare_round=lambda: None)
         self.profiling, self.clocks, self.engines, self.check_engines = Mock(), Mock(), Mock(), Mock()
         self.hardware = Mock(**{"measure.return_value": {}})
         self.buffer = SimpleNamespace(
@@ -44,17 +54,18 @@ class Cluster:
             is_done=lambda step: step in self.done,
             wait_evaluation=self.evaluate,
             add_trained=lambda *_: None,
-            validation_shards=dict,
+            next_rollout=lambda rollout_id: rollout_id,
+            actor=SimpleNamespace(validation_shards=_method(dict)),
         )
+        self.supervisor = SimpleNamespace(wait=get)
 
     def stream(self, interval: int) -> None:
         """Have a stream that is pushed to after `interval` rollouts."""
-        self.buffer.stream = SimpleNamespace(
-            start=lambda number: None,
-            next_rollout=lambda number: number,
-            trained=lambda: sum(line.startswith("train") for line in self.log) % interval == 0,
-            pushed=lambda version: None,
-            stop=lambda: self.log.append("stop"),
+        self.buffer.actor = SimpleNamespace(
+            begin_stream=_method(lambda number: None),
+            rollout_trained=_method(lambda: sum(line.startswith("train") for line in self.log) % interval == 0),
+            weights_pushed=_method(lambda version: None),
+            end_stream=_method(lambda: self.log.append("stop")),
         )
 
     def _note(self, what: str) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from fusionrl.observe.metrics import STEP_TIME
 from fusionrl.runtime import loops
-from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints
-from fusionrl.runtime.run import Saver, rescue
-from fusionrl.runtime.run_context import Run
+from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints, Saver
+from fusionrl.runtime.run import Run
 from fusionrl.runtime.supervisor import StopSignal
 from fusionrl.weights.remote_calls import put
 from tests.runtime.run_fakes import Cluster, Diary, run_of
@@ -175,8 +174,8 @@ def test_a_checkpoint_of_the_version_before_hashes_is_let_through(store: Store, 
 def disk_of(error: BaseException | None = None) -> MagicMock:
     """Trainers and a Buffer that write a file each; the trainers raise an error after it."""
 
-    def save(folder: Path, rollout_id: int) -> Any:
-        (folder / "buffer.json").write_text("{}")
+    def save(path: str, rollout_id: int) -> Any:
+        Path(path).write_text("{}")
         return put(None)
 
     def begin_save(folder: Path, rollout_id: int) -> list[Any]:
@@ -186,8 +185,10 @@ def disk_of(error: BaseException | None = None) -> MagicMock:
             raise error
         return [put(None)]
 
-    disk = MagicMock(**{"__len__.return_value": 1, "is_saved.return_value": True})
-    disk.save, disk.begin_save = save, Mock(side_effect=begin_save)
+    disk = MagicMock(**{"__len__.return_value": 1, "is_saved.return_value": [put(True)]})
+    disk.finish_save.return_value = []
+    disk.call = lambda method, *args: getattr(disk, method)(*args)
+    disk.save.remote, disk.begin_save = save, Mock(side_effect=begin_save)
     return disk
 
 
@@ -196,7 +197,7 @@ def failing(path: Path, at: str, disk: MagicMock | None = None, **flags: Any) ->
     cluster = Cluster()
     run, diary = run_of(cluster, StopSignal(), 4, **flags)
     disk = disk or disk_of()
-    actors: Any = SimpleNamespace(buffer=disk, trainers=disk)
+    actors: Any = SimpleNamespace(buffer=SimpleNamespace(actor=disk), trainers=disk)
     run.saver = Saver(run.config, run.plan, actors, Checkpoints(path), -1, lambda text: None)
     cluster.error_at = at
     return run, diary
@@ -205,7 +206,7 @@ def failing(path: Path, at: str, disk: MagicMock | None = None, **flags: Any) ->
 def rescued(run: Run, loop: loops.Loop = loops.on_policy) -> None:
     with pytest.raises(RuntimeError, match="failed"):
         loop(run)
-    rescue(run)
+    run.rescue()
 
 
 def saved(path: Path) -> list[str]:
@@ -222,7 +223,7 @@ def saved(path: Path) -> list[str]:
 def test_the_trained_steps_are_recorded_and_saved(tmp_path: Path, mode: str, at: str, last: int) -> None:
     """Also the step in which the error came, where its training was finished: a resume begins after it."""
     run, diary = failing(tmp_path, at, mode=mode)
-    run.actors.trainers.last_trained = lambda timeout_s: [last - 1, -1]  # a policy whose critic alone has learned
+    run.actors.trainers.last_trained = lambda: [last - 1, -1]  # a policy whose critic alone has learned
     rescued(run, loops.MODES.get(mode, loops.on_policy))
     assert saved(tmp_path) == [f"step_{last:06d}"] and max(diary.rows) == last
     # By it readers know who did a step last: the numbers of an earlier attempt at this one do not count.
@@ -232,7 +233,7 @@ def test_the_trained_steps_are_recorded_and_saved(tmp_path: Path, mode: str, at:
 @pytest.mark.parametrize("ranks", [[None, 0], [1, 0]])
 def test_a_part_of_a_step_is_not_saved(ranks: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, _ = failing(tmp_path, "train 1")
-    run.actors.trainers.last_trained = lambda timeout_s: ranks
+    run.actors.trainers.last_trained = lambda: ranks
     rescued(run)
     assert saved(tmp_path) == []
     assert "could not be saved: the error interrupted the training of step 2" in caplog.text
@@ -261,7 +262,7 @@ def test_a_row_that_cannot_be_written_costs_no_checkpoint(tmp_path: Path, caplog
     run.reporter.record = Mock(side_effect=[None, error, error])  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="it is a list"):
         loops.on_policy(run)
-    rescue(run)
+    run.rescue()
     assert saved(tmp_path) == ["step_000001"] and "metrics of step 1 could not be written" in caplog.text
 
 
@@ -286,9 +287,9 @@ def test_a_save_that_failed_is_not_tried_again(tmp_path: Path, caplog: pytest.Lo
 def test_what_async_save_was_writing_is_published(tmp_path: Path) -> None:
     disk = disk_of()
     run, _ = failing(tmp_path, "generate 1", disk, async_save=True, save_interval=1)
-    disk.is_saved.return_value = False
+    disk.is_saved.return_value = [put(False)]
     with pytest.raises(RuntimeError, match="failed"):
         loops.on_policy(run)
     assert saved(tmp_path) == []
-    rescue(run)
+    run.rescue()
     assert saved(tmp_path) == ["step_000001"] and disk.begin_save.call_count == 1

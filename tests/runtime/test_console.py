@@ -16,8 +16,9 @@ from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.logs import setup_logging
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.progress import Progress
+from fusionrl.runtime.loops import Step
 from fusionrl.runtime.reporter import Reporter, advice_settings, mask_functions
-from fusionrl.runtime.run_context import Run
+from fusionrl.runtime.run import Run
 from fusionrl.runtime.supervisor import StopSignal
 
 
@@ -64,8 +65,8 @@ def test_a_rollout_that_teaches_nothing(screen: io.StringIO, tmp_path: Path) -> 
     facts, glimpses = rollout_facts(Config.from_flat(flags), samples, [0.0] * 4, [0.0] * 4)
     rollout = Rollout(4, [], facts=facts, glimpses=glimpses)
     run = run_of(screen, tmp_path, rollout, **flags)
-    started: Any = None
-    assert run.wait_rollout(started) is rollout
+    run.actors.buffer.next_rollout = lambda rollout_id: None
+    assert Step(run, 4, saves=False).fetch() is rollout
     shown = screen.getvalue()
     assert "step 5: 2 samples" in shown and "\x1b" not in shown
     for text in (shown, (tmp_path / "driver.log").read_text()):

@@ -53,14 +53,18 @@ def test_processes_of_a_node_count_alike():
 def test_engines_give_their_memory_once_and_dead_ones_are_looked_for_first(monkeypatch):
     calls = Mock()
     pool = SimpleNamespace(
-        _plan=SimpleNamespace(engines_give_memory=True), is_memory_away=False, engines=[calls.engine]
+        _plan=SimpleNamespace(engines_give_memory=True),
+        is_memory_away=False,
+        is_recovering=True,
+        engines=[calls.engine],
+        replace_dead=calls.replace_dead,
+        finish_starts=calls.finish_starts,
     )
-    pool.recovery, pool.finish_starts = calls.recovery, calls.finish_starts
     monkeypatch.setattr(engine_pool, "get", lambda refs, **_: refs)
     EnginePool.release_memory(pool, ["kv_cache"])
     EnginePool.release_memory(pool, ["kv_cache"])  # it is away
     assert calls.mock_calls == [
-        *(call.recovery.check(is_generating=False), call.finish_starts()),
+        *(call.replace_dead(is_generating=False), call.finish_starts()),
         *(call.engine.flush_cache.remote(), call.engine.release_memory.remote(["kv_cache"])),
     ]
 

@@ -134,7 +134,7 @@ def test_training_goes_on_while_one_is_under_way() -> None:
     run, diary = run_of(Cluster(), StopSignal(), 5, **OWN)
     on_policy(run)
     assert lines_of(diary.log, "push", "begin", "evaluate", "train") == [
-        *("push 0 to all", "train 0", "push 1", "train 1", "push 2 to all", "begin evaluation 2"),
+        *("push 0", "train 0", "push 1", "train 1", "push 2 to all", "begin evaluation 2"),
         *("train 2", "push 3", "train 3", "evaluate 2", "push 4 to all", "begin evaluation 4"),
         *("train 4", "evaluate 4", "push 5 to all", "begin evaluation 5", "evaluate 5"),
     ]
@@ -151,7 +151,7 @@ def test_a_stream_waits_for_the_one_before_and_ends_with_the_last() -> None:
     cluster.buffer.wait_evaluation = lambda step: (time.sleep(0.02), evaluate(step))[1]
     streamed(run)
     log = diary.log
-    assert lines_of(log, "push") == ["push 0 to all", "push 2 to all", "push 4 to all", "push 5 to all"]
+    assert lines_of(log, "push") == ["push 0", "push 2 to all", "push 4 to all", "push 5 to all"]
     assert log.index("train 3") < log.index("evaluate 2") < log.index("push 4 to all")
     assert diary.rows[4]["perf/time_wait_eval_s"] >= 0.02 and diary.rows[5]["perf/time_wait_eval_s"] >= 0.02
     assert log[-3:] == ["evaluate 5", "record evaluation 5", "stop"], "the stop is for every function at work"
@@ -160,7 +160,7 @@ def test_a_stream_waits_for_the_one_before_and_ends_with_the_last() -> None:
 def test_the_one_before_the_first_step_is_beside_it_too() -> None:
     run, diary = run_of(Cluster(), StopSignal(), 1, **OWN | {"skip_eval_before_train": False})
     on_policy(run)
-    assert diary.log[:4] == ["push 0 to all", "begin evaluation 0", "record 0", "generate 0"]
+    assert diary.log[:4] == ["push 0", "begin evaluation 0", "record 0", "generate 0"]
     assert diary.log.index("record evaluation 0") < diary.log.index("push 1 to all")
 
 

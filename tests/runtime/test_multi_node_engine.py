@@ -20,7 +20,7 @@ from fusionrl.engines.process import ChildProcess, base_url
 from fusionrl.engines.spec import EngineSpec, server_command
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.devices import Gpu
-from fusionrl.plan.push_plan import join_nodes
+from fusionrl.plan.push_plan import place_over
 from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.engine_specs import engine_specs, policy_server_args
 from fusionrl.runtime.external_engines import engine_requirements
@@ -158,7 +158,7 @@ def test_a_part_for_each_node_with_its_own_devices() -> None:
     assert [s.tp_size for s in found] == [4, 4] and found[0].seed == found[1].seed
     assert [s.num_nodes for s in specs("1", "1")] == [1]
     # On a CPU a sender writes into memory that the engines of its own node map; this engine gets values.
-    assert join_nodes(["a", "a", "b"]) not in ("a", "b") and join_nodes(["a", "a"]) == "a"
+    assert place_over(["a", "a", "b"]) not in ("a", "b") and place_over(["a", "a"]) == "a"
     with pytest.raises(ValueError, match="--rollout-num-gpus-per-engine 3: engine 0 has 2, 1 devices on its nodes"):
         specs("1", "1", "2")
 

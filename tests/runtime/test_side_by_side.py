@@ -94,7 +94,7 @@ def learn(config: Config, folder: Path, pools: Sequence[LocalRanks], *, is_share
     log, metrics = list[str](), []
     groups = TrainerGroups(config, plan, lambda refs: [ref.result(120) for ref in refs])
     actors: Any = [Rank("policy", pools[0], log)], [Rank(role, pools[1], log)]
-    groups.actors, groups.auxiliaries = actors
+    groups.policy, groups.auxiliaries = actors
     samples = Samples(8, seed=91, share=2)
     for rollout_id in range(2):
         log.clear()

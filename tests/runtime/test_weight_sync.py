@@ -1,6 +1,6 @@
 """Which engines a push goes to, and which are verified after it."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,26 +20,43 @@ from tests.plan.shapes import SMALL
 from tests.plan.test_plan import plan as make_plan
 from tools.threaded import Threaded
 
+Pushes = Callable[[list[EngineTarget]], dict[str, float]]
+
+
+class Pushed:
+    """As `Push`: calls a function with the targets."""
+
+    def __init__(self, targets: list[EngineTarget], weights: Pushes, adapters: Pushes | None) -> None:
+        self.targets, self._weights, self._adapters = targets, weights, adapters
+
+    def from_memory(self, *_: Any) -> dict[str, float]:
+        return self._weights(self.targets)
+
+    def of_adapters(self) -> dict[str, float]:
+        assert self._adapters is not None
+        return self._adapters(self.targets)
+
+
+def pushing(weights: Pushes, adapters: Pushes | None = None) -> Any:
+    return lambda trainers, targets, version, timeout_s: Pushed(targets, weights, adapters)
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
     """What a push did: by which transport to which engines, and at which addresses it was verified."""
     found: list[tuple[str, list[int]]] = []
 
-    def transfer(name: str) -> Any:
-        def push(trainers: Any, targets: list[EngineTarget], *_: Any, **__: Any) -> dict[str, float]:
-            found.append((name, [target.index for target in targets]))
-            return {}
-
-        return push
+    def note(name: str, targets: list[EngineTarget]) -> dict[str, float]:
+        found.append((name, [target.index for target in targets]))
+        return {}
 
     def verification(trainers: Any, targets: list[EngineTarget], urls: list[str], **_: Any) -> Any:
         assert len(targets) == len(urls)
         seen = ("verify", [int(url) for url in urls])
         return SimpleNamespace(compare_tensors=lambda: None, ask_probe=lambda: found.append(seen), judge=dict)
 
-    monkeypatch.setattr(weight_sync, "push_weights", transfer("broadcast"))
-    monkeypatch.setattr(weight_sync, "push_by_disk", transfer("disk"))
+    monkeypatch.setattr(weight_sync, "Push", pushing(lambda targets: note("broadcast", targets)))
+    monkeypatch.setattr(Pushed, "by_disk", lambda self, *_, **__: note("disk", self.targets), raising=False)
     monkeypatch.setattr(weight_sync, "Verification", verification)
     return found
 
@@ -53,7 +70,7 @@ def sync_of(
     facts |= {"lora_push": None}
     facts |= {"precision": "fp32", "rollout_dtype": "fp32", "shape": SimpleNamespace(vocab_size=8, vision=None)}
     made: Any = SimpleNamespace(num_engines=num_engines, **{"engines_give_memory": False} | facts | plan)
-    trainers: Any = SimpleNamespace(actors=[])
+    trainers: Any = SimpleNamespace(policy=[])
     return WeightSync(Config.from_flat({"verify_weights": when}), made, Path("run"), trainers, pool, "key", external)
 
 
@@ -66,7 +83,7 @@ def test_what_a_merged_push_loses_is_measured_and_a_large_share_is_told_once(cal
     sums = {"0": iter([(0.0, 0.0), (1.0, 16.0), (3.0, 9.0)]), "1": iter([(0.0, 0.0), (0.0, 48.0), (1.0, 7.0)])}
     ranks = [Threaded(SimpleNamespace(merge_losses=lambda own=of_rank: next(own))) for of_rank in sums.values()]
     sync = sync_of(1, {"targets": lambda: targets_of(0)}, lora_push="merged", rollout_dtype="bf16")
-    sync._trainers = SimpleNamespace(actors=ranks)
+    sync._trainers = SimpleNamespace(policy=ranks)
     found = [sync.push(version)["train/lora_merge_loss"] for version in range(3)]
     assert found == [0.0, pytest.approx(1 / 8), pytest.approx(1 / 2)]
     assert caplog.text.count("lose 12 % of what these add") == 1 == caplog.text.count("--lora-push adapter")
@@ -79,19 +96,19 @@ def test_an_engine_gets_the_weights_once_and_then_adapters_alone(calls: Any, mon
     """Also one that replaces a dead one, whose push pauses no other."""
     own = {"perf/time_sync_s": 1.0, "sync/prepare_s": 0.5, "sync/pause_s": 0.0, "sync/bytes": 7.0, "sync/calls": 2.0}
 
-    def push(trainers: Any, targets: list[EngineTarget], **_: Any) -> dict[str, float]:
+    def push_weights(targets: list[EngineTarget]) -> dict[str, float]:
+        calls.append(("weights", targets))
+        return {"sync/bytes": 100.0}
+
+    def push_adapters(targets: list[EngineTarget]) -> dict[str, float]:
         calls.append(("adapters", [target.index for target in targets]))
         return own
 
-    monkeypatch.setattr(weight_sync, "push_adapters", push)
-    monkeypatch.setattr(
-        weight_sync, "push_weights", lambda t, g, f, **_: calls.append(("weights", g)) or {"sync/bytes": 100.0}
-    )
+    monkeypatch.setattr(weight_sync, "Push", pushing(push_weights, push_adapters))
     targets = targets_of(0, 1)
     sync = sync_of(2, {"targets": lambda: targets}, lora_push="adapter")
     found = [sync.push(0)["sync/bytes"], sync.push(1)["sync/bytes"]]
     targets = [targets[0], replace(targets[1], num_restarts=1)]
-    sync._targets = []  # as after a death
     found.append(sync.push(2)["sync/bytes"])
     assert found == [107.0, 7.0, 107.0]
     assert [name for name, _ in calls] == ["weights", "adapters", "adapters", "weights", "adapters"]
@@ -105,15 +122,15 @@ def test_without_trainers_each_process_of_an_engine_loads_the_folders_once(monke
     monkeypatch.setattr("fusionrl.weights.adapters.send_files", lambda *sent: found.append(sent[:3]))
     targets = targets_of(0, 1)
     engines = {"targets": lambda: targets, "num_out": 1, "finish_starts": lambda: None}
-    engines |= {"join": lambda: found.append("join")}
+    engines |= {"admit": lambda: found.append("admit")}
     sync = sync_of(2, engines, lora_push="adapter", layout=None, shape=shape_from_hf_config(SMALL))
     sync._config = Config.from_flat({"lora_rank": 2, "lora_adapters": ["a=x", "b=y"], "mode": "eval"})
-    sync._trainers = []  # type: ignore[assignment]
+    sync._trainers = Mock(**{"__len__": lambda self: 0})
     sync.load_adapters()
     targets = [targets[0], replace(targets[1], num_restarts=1)]
-    sync.restore_engines()
+    sync.prepare_round()
     files = {"a": "x", "b": "y"}
-    assert found == [(files, targets_of(0, 1), 0), (files, [targets[1]], 0), "join"]
+    assert found == [(files, targets_of(0, 1), 0), (files, [targets[1]], 0), "admit"]
 
 
 RECOVERING: dict[str, Any] = {
@@ -154,14 +171,14 @@ def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_brok
     guests = Mock(has_new=True, pushed_urls=[])
     guests.targets.side_effect = lambda: [good] if guests.drop_culprits.called else [good, bad]
 
-    def push(trainers: Any, targets: list[EngineTarget], *_: Any, **__: Any) -> dict[str, float]:
+    def push(targets: list[EngineTarget]) -> dict[str, float]:
         pushed.append(targets)
         assert not guests.admit.called
         if bad in targets:
             raise error
         return {}
 
-    monkeypatch.setattr(weight_sync, "push_weights", push)
+    monkeypatch.setattr(weight_sync, "Push", pushing(push))
     sync = sync_of(1, {"targets": lambda: [own]}, external=guests)
     sync.push(3)
     assert pushed == [[own, good, bad], [own, good]] and sync.version == 3
@@ -173,20 +190,20 @@ def test_a_new_engine_that_evaluates_is_waited_for_where_an_evaluation_follows(c
     log: list[str] = []
     engines = RECOVERING | {
         "finish_starts": lambda with_evaluation: log.append(f"start {with_evaluation}"),
-        "join": lambda with_evaluation: log.append(f"join {with_evaluation}") or 1,
+        "admit": lambda with_evaluation: log.append(f"admit {with_evaluation}") or 1,
         "targets": lambda: targets_of(0, 1, 2),
     }
     sync = sync_of(2, engines)
     for version, evaluates in enumerate([False, False, True]):
         assert sync.push(version, evaluates)["sync/engines_restarted"] == 1.0
-    assert log == ["start True", "join True", "start False", "join False", "start True", "join True"]
+    assert log == ["start True", "admit True", "start False", "admit False", "start True", "admit True"]
     assert [indices for _, indices in calls] == [[0, 1, 2], [0, 1], [0, 1, 2]]
 
 
 def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows who has given back what in the middle of it."""
     push = Mock(side_effect=RuntimeError("an engine is gone"))
-    monkeypatch.setattr(weight_sync, "push_weights", push)
+    monkeypatch.setattr(weight_sync, "Push", pushing(push))
     engines = RECOVERING | {"finish_starts": lambda with_evaluation: False, "targets": lambda: targets_of(0)}
     guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: push.call_count < 5)
     tries = weight_sync._MAX_PUSHES
@@ -255,7 +272,7 @@ class Trainers:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.actors: list[str] = []
+        self.policy: list[str] = []
         self.auxiliaries: list[str] = []
 
     def setup(self, groups: list[list[str]]) -> list[str]:
@@ -290,7 +307,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         groups = (["policy"], ["critic"] if plan.auxiliary else [])
         launcher = SimpleNamespace(make_trainers=lambda: groups, make_buffer=lambda: "buffer")
         launcher.setup_trainers = trainers.setup
-        buffer = SimpleNamespace(start=lambda actor: "prepared", setup=lambda endpoints: {"num_too_long": 0})
+        setup = SimpleNamespace(remote=lambda endpoints: {"num_too_long": 0})
+        buffer = SimpleNamespace(start=lambda actor: "prepared", actor=SimpleNamespace(setup=setup))
         monkeypatch.setattr(run_actors, "gather", lambda refs, check: refs)
         check = SimpleNamespace(
             compare_tensors=lambda: trainers.need("tensors are compared", {WEIGHTS}, {WEIGHTS}),
@@ -298,7 +316,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             judge=lambda: trainers.need("probe is scored", {WEIGHTS}),
         )
         monkeypatch.setattr(weight_sync, "Verification", lambda *_, **__: check)
-        monkeypatch.setattr(weight_sync, "push_weights", lambda *_, **__: trainers.need("push", {WEIGHTS}, {WEIGHTS}))
+        push = pushing(lambda targets: trainers.need("push", {WEIGHTS}, {WEIGHTS}))
+        monkeypatch.setattr(weight_sync, "Push", push)
         parts: Any = (launcher, engines, trainers, buffer)
         assert start_all(plan, *parts, lambda: None) == {"num_too_long": 0}
         both: Any = (trainers, engines)

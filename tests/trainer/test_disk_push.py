@@ -21,7 +21,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.checksums import engine_checksums
 from fusionrl.weights.disk import DiskOptions
-from fusionrl.weights.push import drop_files, push_by_disk
+from fusionrl.weights.push import Push, drop_files
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.test_weight_files import drop, make_writer, spoil, write
 from tests.trainer.trainer_worker import LocalRanks, Samples, config_of, weights
@@ -77,12 +77,17 @@ class Stack:
         self.workers.train(Samples().shards(), self.layout)
 
     def push(
-        self, local: Path | None = None, is_copied: bool = True, on_way: Any = lambda folder: None, **options: Any
+        self,
+        local: Path | None = None,
+        is_copied: bool = True,
+        on_way: Any = lambda folder: None,
+        timeout_s: float = 120.0,
+        **options: Any,
     ) -> dict[str, float]:
         self.version, self.ranks.on_way = self.version + 1, on_way
-        options = {"keep_files": False, "pause_mode": "abort", "timeout_s": 120.0} | options
+        options = {"keep_files": False, "pause_mode": "abort"} | options
         options["local_folder"] = str(local or self.local) if is_copied else None
-        metrics = push_by_disk([Threaded(self.ranks)], [self.target], version=self.version, **options)
+        metrics = Push([Threaded(self.ranks)], [self.target], self.version, timeout_s).by_disk(**options)
         self.served = self.version
         found = self.workers.run(weights)[0]
         self.expected = {name: torch.from_numpy(x).bfloat16().float() for name, x in found.items()}

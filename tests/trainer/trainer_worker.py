@@ -170,7 +170,7 @@ def gathered(
     place = actor.shape, actor.layout, actor.rank, dtype, actor.device
     merged = actor.adapter_spec if is_merged else None
     exporter = Exporter(trained.chunks, trained.transformer, *place, quantization=quantization, merged=merged)
-    exporter.settle()
+    exporter.refresh()
     tensors = exporter.tensors(dist.group.WORLD)
     plan = plan_push(tensors, actor.layout, 1, 3_000, actor.shape.num_experts)
     gatherer, found = exporter.gatherer(plan, {}), {}

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fusionrl.plan.push_plan import EngineTarget
-from fusionrl.weights.push import PushCalls
+from fusionrl.weights.push import Push
 from tools.threaded import Threaded
 
 
@@ -25,7 +25,7 @@ class Engine:
 
 def pause(limit_s: float, *ends: threading.Event | None) -> float:
     targets = [EngineTarget(i, Threaded(Engine(end)), "host", (i,)) for i, end in enumerate(ends)]
-    return PushCalls([], targets, time.perf_counter() + limit_s).pause("retract")
+    return Push([], targets, 0, limit_s).pause("retract")
 
 
 def test_the_pause_begins_with_the_first_engine_that_stands_still() -> None:

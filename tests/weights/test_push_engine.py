@@ -18,7 +18,7 @@ from fusionrl.engines.engine import EngineActor
 from fusionrl.engines.external_engine import AttachedEngine
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push_plan import EngineTarget
-from fusionrl.weights.push import push_weights
+from fusionrl.weights.push import Push
 from fusionrl.weights.verify import compare_checksums
 from tests.engines.real_engine import KEY, log_probs, real_engine
 from tests.tiny_model import make_tiny_qwen3
@@ -53,9 +53,7 @@ def process_id(_: Any) -> int:
 
 
 def push(trainers: list[Any], target: EngineTarget, version: int) -> dict[str, float]:
-    return push_weights(
-        trainers, [target], [], version=version, transport="broadcast", pause_mode="retract", timeout_s=LIMIT_S
-    )
+    return Push(trainers, [target], version, LIMIT_S).from_memory([], "broadcast", "retract")
 
 
 def assert_ends(trainers: list[Any], target: EngineTarget, attached: AttachedEngine, victim: int, who: str) -> None:

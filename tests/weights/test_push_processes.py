@@ -20,7 +20,7 @@ from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push_plan import BUFFERS, EngineTarget, push_tensors
-from fusionrl.weights.push import push_weights
+from fusionrl.weights.push import Push
 from tests.trainer import hf_models
 from tests.weights.faults import Faulty
 from tools.bench.push_processes import RankOptions, Ranks, Receivers, whole_tensor
@@ -47,9 +47,7 @@ def hashes(shape: ModelShape, seed: int, spec: BlockFp8 | None = None) -> dict[s
 
 
 def push(ranks: Ranks, targets: list[EngineTarget], transport: str, version: int, timeout_s: float = 60.0) -> Any:
-    return push_weights(
-        ranks.handles, targets, [], version=version, transport=transport, pause_mode="abort", timeout_s=timeout_s
-    )
+    return Push(ranks.handles, targets, version, timeout_s).from_memory([], transport, "abort")
 
 
 def assert_received(receivers: Receivers, shape: ModelShape, version: int) -> None:

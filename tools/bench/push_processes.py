@@ -92,7 +92,7 @@ class Parts:
             full = whole_tensor(rule, DTYPES[self.dtype], seed).to(self.device)
             self.own[rule.megatron] = (rule, convert.split(rule, full, place, size).contiguous())
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Nothing to reload."""
 
     def tensors(self, group: Any) -> list[PushTensor]:

@@ -38,7 +38,7 @@ from fusionrl.models.families import hf_shapes
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.push_plan import EngineTarget, Feed
-from fusionrl.weights.push import push_weights
+from fusionrl.weights.push import Push
 from tools.bench.push_processes import HOST, TIMEOUT_S, RankOptions, Ranks, Receivers
 from tools.threaded import Threaded
 
@@ -92,15 +92,8 @@ class Bench:
             self.ranks.call("configure", bucket)
             self._configured = bucket
         self._version += 1
-        metrics: dict[str, Any] = push_weights(
-            self.ranks.handles,
-            targets or self.receivers.targets,
-            [Feed(0, (0,), 0)],
-            version=self._version,
-            transport=transport,
-            pause_mode="abort",
-            timeout_s=TIMEOUT_S,
-        )
+        push = Push(self.ranks.handles, targets or self.receivers.targets, self._version, TIMEOUT_S)
+        metrics: dict[str, Any] = push.from_memory([Feed(0, (0,), 0)], transport, "abort")
         if targets is None:
             received = self.receivers.received()
             metrics["received"] = [[rank["bytes"] for rank in engine] for engine in received]
