@@ -56,10 +56,30 @@ _NUM_RUNNERS = 2  # workers that begin with the whole runs
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Collect tests as a run imports libraries: the collector of garbage never looks at what is there to the end."""
     with without_collections():
+        _rewrite_share(session.config)
         return (yield)
+
+
+def _rewrite_share(config: pytest.Config) -> None:
+    """Write the rewritten assertions of a worker's share of the files, so that each file is rewritten once.
+
+    In a fresh clone all workers would rewrite all files, as they collect at once: 10 s of a core each.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or sys.dont_write_bytecode:
+        return
+    from _pytest.assertion import rewrite
+
+    state, number = config.stash[rewrite.assertstate_key], int(worker["workerid"].removeprefix("gw"))
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[number :: worker["workercount"]]:
+        folder = rewrite.get_cache_dir(path)
+        file = folder / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, file) is None:
+            status, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, status, file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

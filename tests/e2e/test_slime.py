@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_generate_and_reward_functions_written_for_slime(task: Path, rl_flags: list[str], tmp_path: Path) -> None:
-    """Several samples for one prompt, masks by hand, attributes of one's own: all of it reaches the trainers.
+    """Several samples for one prompt, masks by hand, new attributes: all of it reaches the trainers.
 
     The model is gpt_oss, whose attention has sinks: every push is confirmed.
     """
@@ -74,7 +74,7 @@ def test_a_task_of_slime_s_runs_with_its_own_imports(task: Path, rl_flags: list[
     flags += ["--eval-prompt-data", "mine", str(eval_rows), "--eval-interval", "1", "--eval-input-key", "prompt"]
     flags += ["--num-steps-per-rollout", "1", "--run-dir", str(folder)]
     run([*flags, "--dynamic-sampling-filter-path", SLIME_FILTER], tmp_path)
-    rows = confirmed_rows(folder)
+    confirmed_rows(folder)
     for rollout_id in range(2):
         samples = samples_of_step(folder, rollout_id + 1)
         assert len(samples) == 8 * 4 * 2
