@@ -76,7 +76,7 @@ def test_rl_continues_with_the_adapter_of_an_sft(rl_flags: list[str], task: Path
     )
     rows = metrics_of(tmp_path / "rl")
     assert all(row["sync/verify_logprob_diff"] < 1e-5 for row in rows if "sync/version" in row)
-    assert all(row["train/logprob_diff_max"] < 1e-5 for row in rows if "train/loss" in row)
+    assert all(row["train/logprob_diff_max"] < 1e-4 for row in rows if "train/loss" in row)
     assert [row["step"] for row in rows if "eval/sums/reward" in row] == [0, 2]
     config = json.loads((tmp_path / "trained" / "adapter_config.json").read_text())
     assert config["r"] == 2 and config["lora_alpha"] == 8

@@ -51,7 +51,7 @@ def confirmed_rows(folder: Path) -> list[dict[str, Any]]:
     assert [row["step"] for row in rows if "sync/version" in row] == [0, 1, 2]
     assert all(row["sync/verify_logprob_diff"] < 1e-5 for row in rows if "sync/version" in row)
     rows = [row for row in rows if "train/loss" in row]
-    assert all(row["train/logprob_diff_max"] < 1e-5 and row["train/grad_norm"] > 0 for row in rows)
+    assert all(row["train/logprob_diff_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
     return rows
 
 

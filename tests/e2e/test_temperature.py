@@ -64,6 +64,6 @@ def test_the_mismatch_is_that_of_rounding(rl_flags: list[str], tmp_path: Path) -
     own += ["--router-api-key", "none"]
     run([*rl_flags, *own, "--run-dir", str(folder)], tmp_path)
     (step,) = [row for row in metrics_of(folder) if "train/logprob_diff_max" in row]
-    assert 0 < step["train/logprob_diff_max"] < 2e-5
+    assert 0 < step["train/logprob_diff_max"] < 1e-4
     rows = read_rollouts(folder, "train")
     assert {row["index"] % 3 for row in rows if row["response_length"] and not row["remove_sample"]} == {0, 1, 2}
