@@ -77,12 +77,12 @@ class RewardCall:
         """Return the pickle of the call and a `Loan` of its images; values of `args` that no pickle takes are left
         out."""
         loan = loan_of(self.samples)
-        try:
-            return pickle.dumps((self, loan))
-        except Exception:  # pickling runs code of whatever a hook put into `args`
-            args = Namespace()
-            vars(args).update({name: value for name, value in vars(self.args or args).items() if _is_picklable(value)})
-            return pickle.dumps((replace(self, args=args), loan))
+        if (pickled := _pickled((self, loan))) is not None:
+            return pickled
+        args = Namespace()
+        values = vars(self.args or args).items()
+        vars(args).update((name, value) for name, value in values if _pickled(value) is not None)
+        return pickle.dumps((replace(self, args=args), loan))
 
 
 def call_reward(call: RewardCall) -> object:
@@ -110,11 +110,12 @@ def call_reward(call: RewardCall) -> object:
     return graded.reward
 
 
-def _is_picklable(value: object) -> bool:
+def _pickled(value: object) -> bytes | None:
+    """None: it cannot be sent to another process, and stays here."""
     try:
-        return bool(pickle.dumps(value))
+        return pickle.dumps(value)
     except Exception:  # pickling runs code of whatever a hook put there
-        return False
+        return None
 
 
 @dataclass

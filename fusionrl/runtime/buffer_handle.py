@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.buffer.actor import Rollout
 from fusionrl.buffer.evaluation import MixedVersions
+from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.user_code import HookError
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.supervisor import Supervisor, root_cause

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
-from fusionrl.buffer.actor import Rollout
 from fusionrl.buffer.evaluation import eval_table
+from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import uses_engines
 from fusionrl.observe.spans import phase

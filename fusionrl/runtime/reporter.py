@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionrl.algorithms.mismatch_report import MismatchLimits, mismatch_warning
-from fusionrl.buffer.actor import Rollout
+from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, hook_paths
 from fusionrl.config.run_parts import estimator_of

@@ -236,12 +236,12 @@ def build_micro_batch(
     num_tokens = step.num_tokens if step is not None else 0
     ahead: tuple[Ahead, ...] = ()
     if options.mtp_layers and step is not None:
-        from fusionrl.trainer.multi_token import look_ahead
+        from fusionrl.trainer.multi_token import ahead_of
 
         masks = shard.split("loss_mask")
         trained = [prompt + np.flatnonzero(masks[i]) for i, prompt in zip(samples, prompts, strict=True)]
         depths = range(1, options.mtp_layers + 1)
-        ahead = tuple(look_ahead(depth, row, tokens, trained, num_tokens, device) for depth in depths)
+        ahead = tuple(ahead_of(depth, row, tokens, trained, num_tokens, device) for depth in depths)
     chosen = torch.nonzero(row.local[columns["positions"]] >= 0)[:, 0]
     mine = {name: values[chosen] for name, values in columns.items()}
     on_device = {name: values.to(device) for name, values in mine.items() if name not in ("positions", "responses")}

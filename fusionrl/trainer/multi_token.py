@@ -47,7 +47,7 @@ class Ahead:
     log_probs: Tensor | None = None  # [M] of the chosen tokens, once the last stage has computed them
 
 
-def look_ahead(
+def ahead_of(
     depth: int,
     row: PackedRow,
     sequences: Sequence[np.ndarray],

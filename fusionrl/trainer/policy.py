@@ -223,7 +223,7 @@ class PolicyTrainer(AdapterTrainer):
                 with self._pulled(rollout_id, source, columns) as pulled:
                     if self.adapter_states is not None:
                         self.take_adapter(pulled.adapter)
-                    learned[pulled.adapter] = self.take_steps(rollout_id, self._prepare(rollout_id, pulled))
+                    learned[pulled.adapter] = self.learn(rollout_id, self._prepare(rollout_id, pulled))
                 self.trained.is_amid = len(learned) < len(sources)
         self._samples = rollout_id, {k: v for part in learned.values() for k, v in part.samples.items()}
         metrics = self.metrics_of(list(learned.values()))
@@ -287,7 +287,7 @@ class PolicyTrainer(AdapterTrainer):
         return score(shard, self.scorer, self.hooks, policy=policy, records=records)
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
-        """Return `shards.sample_columns` of training on `rollout_id`, the last one. Not a collective.
+        """Return `shards.trained_columns` of training on `rollout_id`, the last one. Not a collective.
 
         {} where it was not trained on; and of each replica only one rank answers: the first of the last pipeline stage.
         """

@@ -81,7 +81,7 @@ def columns_of(shard: TrainShard, names: Sequence[str]) -> Columns:
     return {position: {name: parts[name][i] for name in names} for i, position in enumerate(positions)}
 
 
-def sample_columns(shard: TrainShard, scores: np.ndarray | None) -> SampleColumns:
+def trained_columns(shard: TrainShard, scores: np.ndarray | None) -> SampleColumns:
     """Of each sample of the shard, by its position in the rollout:
 
     num_trained     tokens that are trained on

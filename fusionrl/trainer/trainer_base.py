@@ -19,7 +19,7 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.observe.spans import phase
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
-from fusionrl.trainer.shards import Handed, Prepared, add_token_values, columns_of, pull, sample_columns
+from fusionrl.trainer.shards import Handed, Prepared, add_token_values, columns_of, pull, trained_columns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -168,7 +168,7 @@ class TrainerBase(ModelRank):
         metrics |= parts[0].metrics if len(parts) == 1 else _pooled(parts)
         return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}
 
-    def take_steps(self, rollout_id: int, prepared: Prepared) -> Learned:
+    def learn(self, rollout_id: int, prepared: Prepared) -> Learned:
         """Train on a prepared shard: the stages pack and steps."""
         from fusionrl.trainer.steps import take_steps
 
@@ -182,7 +182,7 @@ class TrainerBase(ModelRank):
         samples: SampleColumns = {}
         at = self.layout.coordinates(self.rank)
         if self.loss.mode == "rl" and (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
-            samples = sample_columns(prepared.shard, token_scores)
+            samples = trained_columns(prepared.shard, token_scores)
             if self.config.run.save_token_values:
                 add_token_values(samples, prepared.shard, token_scores)
         return Learned(reports, prepared.metrics, samples)
@@ -213,7 +213,7 @@ class CriticTrainer(TrainerBase):
         `columns`: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
         """
         with phase("train", step=rollout_id + 1), self._pulled(rollout_id, shard, columns) as pulled:
-            return self.metrics_of([self.take_steps(rollout_id, Prepared(pulled))])
+            return self.metrics_of([self.learn(rollout_id, Prepared(pulled))])
 
 
 class ProcessRewardTrainer(TrainerBase):
@@ -244,7 +244,7 @@ class ProcessRewardTrainer(TrainerBase):
             fields, scorer = pulled.fields, self.scorer
             fields["outcomes"] = np.repeat((fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
             fields["ref_log_probs"] = score_samples(pulled, scorer, weights="ref").flat
-            metrics = self.metrics_of([self.take_steps(rollout_id, Prepared(pulled))])
+            metrics = self.metrics_of([self.learn(rollout_id, Prepared(pulled))])
         log_probs, before, mask = score_samples(pulled, scorer).flat, fields["ref_log_probs"], fields["loss_mask"]
         tensors = (torch.from_numpy(log_probs), torch.from_numpy(before), torch.from_numpy(mask))
         fields["process_rewards"] = implicit_rewards(*tensors, self.config.prm.prm_beta)[0].numpy()

@@ -44,8 +44,8 @@ TAKEN: dict[str, dict[str, tuple[Any, str, Any]]] = {
         "tool_choice": ("none", "reads_calls", False),
         "parallel_tool_calls": (False, "constraints", "parallel_tool_calls"),
         "response_format": ({"type": "json_object"}, "constraints", "response_format"),
-        "reasoning_effort": ("low", "switches.effort", "low"),
-        "verbosity": ("low", "switches.verbosity", "low"),
+        "reasoning_effort": ("low", "effort", "low"),
+        "verbosity": ("low", "verbosity", "low"),
         "chat_template_kwargs": ({"enable_thinking": False}, "template", {"enable_thinking": False}),
         "n": (2, "refused", "n is 2"),
         "modalities": (["audio"], "refused", "modalities"),
@@ -58,7 +58,7 @@ TAKEN: dict[str, dict[str, tuple[Any, str, Any]]] = {
         "tools": ([{"type": "function", **FUNCTION}], "tools", [FUNCTION_TOOL]),
         "tool_choice": ({"type": "function", "name": "f"}, "constraints", "tool_choice"),
         "parallel_tool_calls": (False, "constraints", "parallel_tool_calls"),
-        "reasoning": ({"effort": "high"}, "switches.effort", "high"),
+        "reasoning": ({"effort": "high"}, "effort", "high"),
         "text": ({"format": {"type": "json_schema"}}, "constraints", "text.format"),
         "chat_template_kwargs": ({"a": 1}, "template", {"a": 1}),
         "include": (["message.output_text.logprobs"], "refused", "include"),
@@ -72,8 +72,8 @@ TAKEN: dict[str, dict[str, tuple[Any, str, Any]]] = {
         "stream": (True, "is_stream", True),
         "tools": ([{"name": "f", "input_schema": FUNCTION["parameters"]}], "tools", [FUNCTION_TOOL]),
         "tool_choice": ({"type": "any"}, "constraints", "tool_choice"),
-        "thinking": ({"type": "disabled"}, "switches.thinks", False),
-        "output_config": ({"effort": "low"}, "switches.effort", "low"),
+        "thinking": ({"type": "disabled"}, "thinks", False),
+        "output_config": ({"effort": "low"}, "effort", "low"),
         "output_format": ({"type": "json_schema"}, "constraints", "output_format"),
     },
 }
@@ -139,7 +139,7 @@ def test_docs_list_every_field(name: str) -> None:
 
 def test_smaller_wishes() -> None:
     assert ask("messages", thinking={"type": "enabled", "budget_tokens": 1024}).ignored == ("thinking.budget_tokens",)
-    assert ask("messages", thinking={"type": "adaptive"}).switches.thinks is None
+    assert ask("messages", thinking={"type": "adaptive"}).thinks is None
     one_call = {"type": "auto", "disable_parallel_tool_use": True}
     assert "disable_parallel_tool_use" in ask("messages", tool_choice=one_call).constraints[0]
     assert "output_config.format" in ask("messages", output_config={"format": {"type": "json_schema"}}).constraints[0]
@@ -245,7 +245,7 @@ def test_arguments_of_the_template() -> None:
     ):
         asked = ask(name, **more)
         assert prompt(found, asked) == "<user>Hi</><assistant>" + "()" * is_off, more
-        if asked.switches.effort or asked.switches.thinks is not None:
+        if asked.effort or asked.thinks is not None:
             with pytest.raises(ValueError, match="no argument that switches thoughts"):
                 silent.template_of(asked)
     with pytest.raises(ValueError, match="no argument verbosity"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fusionrl.buffer.actor import Rollout
 from fusionrl.buffer.rollout_report import rollout_facts
+from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.logs import setup_logging

@@ -11,7 +11,6 @@ from fusionrl.rollout.sessions.messages import (
     Fields,
     Message,
     Refused,
-    Switches,
     TurnReply,
     TurnRequest,
     call_message,
@@ -73,7 +72,8 @@ def read(values: Mapping[str, object]) -> TurnRequest:
         longest=body.limit("max_tokens"),
         stop=body.texts("stop_sequences"),
         reads_calls=reads_calls,
-        switches=Switches(thinks=_thinks(thinking), effort=text_of(output, "effort")),
+        thinks=_thinks(thinking),
+        effort=text_of(output, "effort"),
     )
 
 

@@ -27,15 +27,6 @@ GRAMMARS = "regex ebnf json_schema guided_json guided_regex guided_choice guided
 
 
 @dataclass(frozen=True)
-class Switches:
-    """Wishes that a chat template may have a word for; None: none."""
-
-    thinks: bool | None = None  # whether the model shall think
-    effort: str | None = None  # "none", "minimal", "low", "medium", "high" or the like
-    verbosity: str | None = None  # "low", "medium" or "high"
-
-
-@dataclass(frozen=True)
 class TurnRequest:
     """A request for one turn of the model.
 
@@ -45,7 +36,10 @@ class TurnRequest:
     ignored      sampling arguments that the run's flags decide
     constraints  what would change the model's sampling (a grammar, a forced call), in words that begin with its name
     template     keyword arguments of the chat template
-    switches     wishes of a protocol's own, for whichever argument of the chat template they mean; see `Segments`
+    thinks       whether the model shall think; this wish and the next two choose arguments of the chat template, see
+                 `Segments.template_of`; None: no wish
+    effort       "none", "minimal", "low", "medium", "high" or the like
+    verbosity    "low", "medium" or "high"
     """
 
     messages: list[Message]
@@ -59,7 +53,9 @@ class TurnRequest:
     ignored: tuple[str, ...] = ()
     constraints: tuple[str, ...] = ()
     template: Mapping[str, object] = field(default_factory=dict)
-    switches: Switches = Switches()
+    thinks: bool | None = None
+    effort: str | None = None
+    verbosity: str | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from fusionrl.rollout.sessions.messages import (
     Fields,
     Message,
     Refused,
-    Switches,
     TurnReply,
     TurnRequest,
     call_message,
@@ -72,7 +71,8 @@ def read(values: Mapping[str, object]) -> TurnRequest:
         stop=body.texts("stop"),
         reads_calls=reads_calls,
         wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        switches=Switches(effort=text_of(body.values, "reasoning_effort"), verbosity=text_of(body.values, "verbosity")),
+        effort=text_of(body.values, "reasoning_effort"),
+        verbosity=text_of(body.values, "verbosity"),
     )
 
 

@@ -14,7 +14,6 @@ from fusionrl.rollout.sessions.messages import (
     Fields,
     Message,
     Refused,
-    Switches,
     TurnReply,
     TurnRequest,
     call_message,
@@ -68,7 +67,8 @@ def read(values: Mapping[str, object]) -> TurnRequest:
         [openai_tool(tool, tool) for tool in body.objects("tools")],
         longest=body.limit("max_output_tokens"),
         reads_calls=reads_calls,
-        switches=Switches(effort=effort, verbosity=text_of(form, "verbosity")),
+        effort=effort,
+        verbosity=text_of(form, "verbosity"),
     )
 
 

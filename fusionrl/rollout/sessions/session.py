@@ -102,12 +102,11 @@ class Segments:
         request.
         """
         kwargs = {**self.template_kwargs, **request.template}
-        wishes = request.switches
-        thinks = wishes.thinks
-        if wishes.effort is not None and self._reads("reasoning_effort", "low", "high"):
-            kwargs["reasoning_effort"] = wishes.effort
-        elif wishes.effort is not None and thinks is None:
-            thinks = wishes.effort != "none"
+        thinks = request.thinks
+        if request.effort is not None and self._reads("reasoning_effort", "low", "high"):
+            kwargs["reasoning_effort"] = request.effort
+        elif request.effort is not None and thinks is None:
+            thinks = request.effort != "none"
         if thinks is not None:
             switch = next((name for name in ("enable_thinking", "thinking") if self._reads(name, True, False)), None)
             if switch is None:
@@ -116,10 +115,10 @@ class Segments:
                     " (enable_thinking, thinking, reasoning_effort): leave out thinking, effort and reasoning_effort"
                 )
             kwargs[switch] = thinks
-        if wishes.verbosity is not None:
+        if request.verbosity is not None:
             if not self._reads("verbosity", "low", "high"):
                 raise ValueError("the chat template has no argument verbosity: leave it out")
-            kwargs["verbosity"] = wishes.verbosity
+            kwargs["verbosity"] = request.verbosity
         return kwargs
 
     def _reads(self, name: str, first: object, second: object) -> bool:
