@@ -14,6 +14,8 @@ from pathlib import Path
 
 ATTENTION_BACKEND = "torch_batched"
 """The wing's attention for SGLang's engines, as a value of --sglang-attention-backend."""
+DEPENDS_ON_BATCH = "a row's last bits depend on the batch"
+"""In the log of an engine whose products do so: its run is not repeatable (`cpu/row_products.py`)."""
 PROCESSOR_VARIABLE = "FUSIONRL_IMAGE_PROCESSOR"
 """Environment variable of an engine on a CPU: SGLang's module of image processors that its model needs."""
 STAND_INS = ("triton", "torchvision", "gguf", "sgl_kernel", "soundfile")

@@ -27,10 +27,14 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         super().__init__(model_runner)
         self._plans: dict[int | None, AttentionPlan] = {}
         self._planned: ForwardBatch | None = None
+        self._of_tokens: tuple[Tensor, Tensor] | None = None  # of this pass, the same for each layer
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._plans, self._planned = {}, forward_batch
+        self._begin(forward_batch)
+
+    def _begin(self, batch: ForwardBatch) -> None:
+        self._plans, self._of_tokens, self._planned = {}, None, batch
 
     def forward_decode(self, *args: object, **kwargs: object) -> Tensor:
         """q [requests, heads * size] of the newest tokens → the same shape, with the values' size."""
@@ -61,9 +65,10 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        if mode.is_decode() and self._is_for_kernel(query, keys, values, batch):
+        rows, lengths = self._rows_and_lengths(batch, query.dtype)
+        if rows is not None and self._is_for_kernel(query, keys, values, rows, lengths):
             out = kernels.attend_decode(
-                *(query, keys, values, self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens),
+                *(query, keys, values, self.req_to_token_pool.req_to_token, rows, lengths),
                 scale=layer.scaling,
                 window=_window(layer),
                 sinks=None if sinks is None else sinks.float().contiguous(),
@@ -74,8 +79,30 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
             out = attend(plan, query, keys, values, scale=layer.scaling, sinks=sinks)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _is_for_kernel(self, query: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch) -> bool:
-        table, rows, lengths = self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
+    def _rows_and_lengths(self, batch: ForwardBatch, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+        """(row in the table, number of tokens that it sees, itself included) [T] of each new token; (None, …): not for
+        `attend_decode`.
+
+        In fp32 each token of a prompt is attended as one of a decode step is. Then its bits do not depend on the batch,
+        nor on what the cache holds of the prompt; short prompts take less time so, and one of 2,000 tokens twice as
+        much. In bf16 they would depend on the products' rows all the same.
+        """
+        rows, totals = batch.req_pool_indices, batch.seq_lens
+        if batch.forward_mode.is_decode():
+            return rows, totals
+        if dtype is not torch.float32 or batch.forward_mode.is_target_verify():
+            return None, totals
+        if self._planned is not batch:
+            self._begin(batch)
+        if self._of_tokens is None:
+            news = batch.extend_seq_lens.to(torch.int64)
+            ends = totals.repeat_interleave(news)
+            until_end = news.cumsum(0).repeat_interleave(news) - torch.arange(len(ends))
+            self._of_tokens = rows.repeat_interleave(news), ends - until_end + 1
+        return self._of_tokens
+
+    def _is_for_kernel(self, query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, lengths: Tensor) -> bool:
+        table = self.req_to_token_pool.req_to_token
         types = (table.dtype, rows.dtype, lengths.dtype)
         is_dense = all(tensor.is_contiguous() for tensor in (keys, values[0], table, rows, lengths))
         is_shared = keys.size(2) == query.size(2) and query.size(1) % keys.size(1) == 0
@@ -85,7 +112,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
     def _plan(self, window: int | None, batch: ForwardBatch, dtype: torch.dtype, row_bytes: int) -> AttentionPlan:
         """The calls of this forward pass, made for the first layer of each window."""
         if self._planned is not batch:  # a pass whose metadata were not made here
-            self._plans, self._planned = {}, batch
+            self._begin(batch)
         table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices
         if window not in self._plans and batch.forward_mode.is_target_verify():
             mask = batch.spec_info.custom_mask

@@ -5,8 +5,9 @@ each. SGLang still computes what a kernel does not do (other types, other kinds 
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,8 +106,10 @@ def _rotary(original: Path) -> Path:
     return forward_native
 
 
-def draw(probs: Tensor) -> Tensor:
+def draw(probs: Tensor, numbers: Tensor | None = None) -> Tensor:
     """Draw a token of each row of `probs` [B, V], non-negative, which need not sum to 1 → [B] int64.
+
+    numbers  in [0, 1), float64 [B], from which the tokens follow; None: torch draws new ones
 
     Sums are float64: a token of probability 1e-12 is drawn as often as it should be. One of probability 0 never is.
     If a row is not a distribution, as after an overflow, `torch.multinomial` raises RuntimeError, as SGLang expects.
@@ -115,22 +118,97 @@ def draw(probs: Tensor) -> Tensor:
     totals = ends[:, -1:]
     if not (torch.isfinite(totals) & (totals > 0)).all():
         return torch.multinomial(probs, num_samples=1)[:, 0]
-    targets = torch.rand(len(probs), 1, dtype=torch.float64) * totals
+    if numbers is None:
+        numbers = torch.rand(len(probs), dtype=torch.float64)
+    targets = numbers[:, None] * totals
     below = torch.nextafter(totals, torch.zeros_like(totals))  # where rounding has brought a target to the end
     return torch.searchsorted(ends, targets.minimum(below), right=True)[:, 0]
 
 
-def register_sampling() -> None:
-    """Let SGLang's sampler of this process, and of those forked from it, use `draw`."""
-    from sglang.srt.layers import sampler
+def seeded_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return a number in [0, 1) for each (seed, position) [B] int64 → [B] float64, by SplitMix64's output function.
 
-    original = sampler.sampling_from_probs_torch
+    SGLang hashes (seed, position, token) for every token of the vocabulary. One number a row is enough for `draw`.
+    """
+    with np.errstate(over="ignore"):  # products of 64 bits wrap
+        bits = seeds.numpy().astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
+        bits += positions.numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53)
+
+
+def draw_filtered(
+    probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None, numbers: Tensor, max_top_k: int | None
+) -> Tensor:
+    """`draw` among the tokens of `probs` [B, V] that top-k, top-p and min-p leave, as SGLang filters them → [B] int64.
+
+    top_ks, top_ps, min_ps [B]; `max_top_k`: the largest of `top_ks`, None: a row has no bound.
+    """
+    if max_top_k is not None and max_top_k < probs.size(1):
+        kept, tokens = probs.topk(max_top_k)
+    else:
+        kept, tokens = probs.sort(descending=True, stable=True)
+    is_beyond = (kept.cumsum(1) - kept > top_ps[:, None]) | (torch.arange(kept.size(1)) >= top_ks[:, None])
+    if min_ps is not None:
+        is_beyond |= kept < kept[:, :1] * min_ps[:, None]
+    return tokens.gather(1, draw(kept.masked_fill(is_beyond, 0.0), numbers)[:, None])[:, 0]
+
+
+def register_sampling() -> None:
+    """Let SGLang's sampler of this process, and of those forked from it, use `draw` with the seeds of the requests.
+
+    SGLang reads `sampling_seed` only with deterministic inference, which on a CPU starts Triton's kernels.
+    """
+    from sglang.srt.layers import sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    by_probs, filtered = sampler.sampling_from_probs_torch, sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    of_batch = SamplingBatchInfo.from_schedule_batch.__func__
 
     def sampling_from_probs(
         probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        if sampling_seed is not None or probs.device.type != "cpu":
-            return original(probs, sampling_seed, positions)
-        return draw(probs).to(torch.int32)
+        if probs.device.type != "cpu":
+            return by_probs(probs, sampling_seed, positions)
+        numbers = None
+        if sampling_seed is not None and positions is not None:
+            numbers = seeded_numbers(sampling_seed, positions)
+        return draw(probs, numbers).to(torch.int32)
+
+    def sampling_from_filtered(
+        probs: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        min_ps: Tensor,
+        need_min_p_sampling: bool,
+        sampling_seed: Tensor | None,
+        positions: Tensor,
+        *,
+        return_filtered_probs: bool = False,
+        max_top_k: int | None = None,
+    ) -> Any:
+        if sampling_seed is None or return_filtered_probs or probs.device.type != "cpu":
+            arguments = probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions
+            return filtered(*arguments, return_filtered_probs=return_filtered_probs, max_top_k=max_top_k)
+        numbers = seeded_numbers(sampling_seed, positions)
+        least = min_ps if need_min_p_sampling else None
+        return draw_filtered(probs, top_ks, top_ps, least, numbers, max_top_k).to(torch.int32)
+
+    def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> Any:
+        info = of_batch(cls, batch, vocab_size)
+        if info.sampling_seed is None:
+            info.sampling_seed = torch.tensor([_seed_of(request) for request in batch.reqs], dtype=torch.int64)
+        return info
 
     sampler.sampling_from_probs_torch = sampling_from_probs
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = sampling_from_filtered
+    SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+def _seed_of(request: Any) -> int:
+    """Return a request's own seed, or one that is drawn once: SGLang would give the same one to every request."""
+    seed = request.sampling_params.sampling_seed
+    if seed is None:
+        seed = vars(request).setdefault("drawn_seed", int(torch.randint(2**62, ())))
+    return int(seed)

@@ -97,9 +97,10 @@ def create_backend(runner: ModelRunner) -> TorchNativeAttnBackend:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    from fusionrl.cpu import straight_decode
+    from fusionrl.cpu import row_products, straight_decode
     from fusionrl.cpu.attention_backend import BatchedAttentionBackend
 
+    row_products.register()
     if isinstance(runner.token_to_kv_pool, SWAKVPool):
         reason = "layers with a sliding window have a cache of their own"
         if getattr(runner.server_args, "speculative_algorithm", None):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn import functional
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND
 from fusionrl.cpu import kernels
@@ -116,6 +116,7 @@ class _Line:
         pool, table = self._backend.token_to_kv_pool, self._backend.req_to_token_pool.req_to_token
         rows, lengths, slots = forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.out_cache_loc
         hidden: Tensor = self.model.embed_tokens(input_ids)
+        linear = functional.linear
         residual: Tensor | None = None
         for layer in self._layers:
             weight = layer.input_norm["weight"]

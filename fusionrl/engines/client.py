@@ -70,6 +70,7 @@ class GenerateClient:
         stream_responses: bool = False,
         worker_urls: Sequence[str] = (),
         engine_urls: Sequence[str] = (),
+        adds_seeds: bool = True,
     ) -> None:
         """A request whose answer is refused (`answers`) is sent once more, to another engine, which is named if it errs
         too. Through the router the answering engine is unknown; there a second one is tried.
@@ -85,6 +86,7 @@ class GenerateClient:
         worker_urls       requests go to these engines and not to `base_url`, for the router drops fields that it does
                           not know: to the engine of a routing key, else to the one with the fewest under way
         engine_urls       those that a refused answer's request is sent to; default: `worker_urls`
+        adds_seeds        see `RequestMerger`; fusionrl has started all engines
         """
         self._vocab_size, self._media = vocab_size, media
         self._num_tries = num_tries
@@ -100,7 +102,7 @@ class GenerateClient:
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
-        self._merger = RequestMerger(self._request)
+        self._merger = RequestMerger(self._request, adds_seeds)
         self._parsers: ParserProcesses | None = None
 
     @property

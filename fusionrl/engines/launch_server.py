@@ -16,7 +16,7 @@ from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
 from fusionrl.base.process import answer_with_stacks, keep_freed
 from fusionrl.engines import ADAPTERS_VARIABLE, DEVICE_VARIABLE, kimi_vl
-from fusionrl.engines.server_patches import check_models, install_rendezvous, stamp_streams
+from fusionrl.engines.server_patches import add_seeds, check_models, install_rendezvous, stamp_streams
 
 _OF_SCHEDULERS = (
     "sglang.srt.managers.tp_worker",
@@ -128,6 +128,7 @@ def _light() -> Iterator[None]:
 def _patch() -> None:
     """Put into SGLang's server and schedulers what they need on every device."""
     stamp_streams()
+    add_seeds()
     check_models()
     kimi_vl.register()
     if names := os.environ.get(ADAPTERS_VARIABLE):

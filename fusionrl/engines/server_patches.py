@@ -104,6 +104,23 @@ def stamp_streams() -> None:
     _GenerationStreamAccumulator.accept = accept
 
 
+def add_seeds() -> None:
+    """Let prompt i of a request with several prompts and one `sampling_seed` have the seed + i: for requests that
+    `RequestMerger` sends. SGLang would give all of them the same seed, and the same answer.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    copy_to_prompts = GenerateReqInput._normalize_sampling_params
+
+    def normalize(self: Any, num: int) -> None:
+        params = self.sampling_params
+        copy_to_prompts(self, num)
+        if isinstance(params, dict) and isinstance(seed := params.get("sampling_seed"), int):
+            self.sampling_params = [{**params, "sampling_seed": seed + i} for i in range(num)]
+
+    GenerateReqInput._normalize_sampling_params = normalize
+
+
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
 _TOWER = "visual"  # name of a vision tower in SGLang's models
 _TOWER_EPSILON = 1e-6  # of its norms in trainers, and in transformers

@@ -14,6 +14,7 @@ from fusionrl.data.images import image_size
 from fusionrl.engines.http import post as _post
 from fusionrl.engines.images import MediaTokens, check_images, image_groups
 from fusionrl.rollout.image_requests import check_expanded, media_tokens
+from fusionrl.rollout.request_seeds import seeds_in_context
 from fusionrl.rollout.weight_versions import EngineAnswers, answered_tokens, answers_of, note_answer, places_of
 
 _BEFORE = 2  # tokens before an answer, without which a placeholder at its start could be a prompt's
@@ -174,6 +175,8 @@ async def post(
     answers = answers_of(url) if url.endswith("/generate") else None
     if answers is not None and answers.adapter is not None:
         payload = {"lora_path": answers.adapter, **payload}
+    if answers is not None:
+        payload = _seeded(payload)
     request = None if answers is None else FunctionRequest.of(payload, answers.barred)
     if answers is None or request is None:
         answer = await _post(url, payload, max_retries, headers)
@@ -185,3 +188,15 @@ async def post(
         request.read(answer, answers)
         note_answer(url, answer, request.payload)
     return request.whole(answer)
+
+
+def _seeded(payload: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a function's request with a seed of its sample, if it asks for one answer and has no seed."""
+    seeds, params, ids = seeds_in_context(), payload.get("sampling_params") or {}, payload.get("input_ids")
+    is_batch = (isinstance(ids, list) and isinstance(ids[0], list)) or isinstance(payload.get("text"), list)
+    if seeds is None or is_batch or not isinstance(params, Mapping) or params.get("n", 1) != 1:
+        return payload
+    if params.get("sampling_seed") is not None:
+        return payload
+    position = len(ids) if isinstance(ids, list) else 0
+    return {**payload, "sampling_params": {**params, "sampling_seed": seeds.next(position)}}

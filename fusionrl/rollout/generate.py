@@ -39,6 +39,7 @@ from fusionrl.rollout.generate_state import (
     semaphore_of,
     within,
 )
+from fusionrl.rollout.request_seeds import begin_sample, sampling, seeds_in_context
 from fusionrl.rollout.types import NO_ROOM_AFTER, Limits, check_samples
 from fusionrl.rollout.weight_versions import (
     OriginalResponse,
@@ -227,9 +228,12 @@ async def _payload(args: Namespace, sample: Sample, params: SamplingParams, done
     if is_stopping(args):
         sample.status = Sample.Status.ABORTED
         return None
+    seeds = seeds_in_context() or begin_sample(args, sample.index)
+    own_seed = params.get("sampling_seed")
+    seed = seeds.next(sample.num_tokens) if own_seed is None else own_seed
     return {
         **tokens,
-        "sampling_params": dict(params, max_new_tokens=limit),
+        "sampling_params": dict(params, max_new_tokens=limit, sampling_seed=seed),
         "return_logprob": True,
         **({"return_routed_experts": True} if getattr(args, "routed_experts_size", None) else {}),
         **({} if sample.adapter is None else {"lora_path": sample.adapter}),
@@ -312,9 +316,12 @@ class SampleContext:
 
 
 async def generate_and_score(
-    context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool = False
+    context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool = False, number: int = 0
 ) -> Sample | list[Sample]:
-    """Generate one sample and score it; a user's function may make several of it."""
+    """Generate one sample and score it; a user's function may make several of it.
+
+    number  of the sample among its siblings, whose seeds follow one another
+    """
     is_lost = sample.status == Sample.Status.FAILED and is_reward_lost(sample)
     if not evaluation and (sample.status in _FINISHED or is_lost):
         return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
@@ -322,7 +329,10 @@ async def generate_and_score(
     limit_s: float | None = getattr(context.args, "sample_timeout", None)
     index, group = (-1 if number is None else int(number) for number in (sample.index, sample.group_index))
     making: Coroutine[Any, Any, Sample | list[Sample]]
-    with course(index=index, group=group, evaluation=int(evaluation)) as facts:
+    with (
+        course(index=index, group=group, evaluation=int(evaluation)) as facts,
+        sampling(context.args, sample.index, number, evaluation),
+    ):
         start = time.monotonic_ns()
         async with context.semaphore:
             part("wait", start)
@@ -434,7 +444,9 @@ async def generate_group(
     What a generate function made of one sample stays together, as slime returns it. Where the greedy answer that the
     estimator needs has no reward, nothing compares with it: its group is FAILED.
     """
-    makes = asyncio.gather(*(generate_and_score(context, sample, dict(params), evaluation) for sample in group))
+    makes = asyncio.gather(
+        *(generate_and_score(context, sample, dict(params), evaluation, i) for i, sample in enumerate(group))
+    )
     needs_baseline = context.needs_greedy_answer and not evaluation and group[0].baseline_reward is None
     baseline: float | None = None
     if needs_baseline:

@@ -154,6 +154,31 @@ def test_short_siblings_share_a_request_and_long_ones_do_not() -> None:
     assert sorted(seen, key=str) == sorted([[[1, 2]] * 8, [3], [1, 2], [1, 2], [1, 2]], key=str)
 
 
+@pytest.mark.parametrize("adds_seeds", [True, False])
+def test_siblings_whose_seeds_follow_one_another_share_a_request(adds_seeds: bool) -> None:
+    """The request has the first one's seed. A request with another seed goes alone, as do all to engines that would
+    give the same seed to each prompt."""
+    seen: list[tuple[int | None, int]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        ids, seed = body["input_ids"], body["sampling_params"].get("sampling_seed")
+        count = len(ids) if isinstance(ids[0], list) else 1
+        seen.append((seed, count))
+        answers = [_answer(prompt_tokens=(seed or 0) + i) for i in range(count)]
+        return web.json_response(answers if isinstance(ids[0], list) else answers[0])
+
+    seeds = [70, 71, 72, 72, 90, 91, None, None]
+    requests = [_request(1, 2) for _ in seeds]
+    for request, seed in zip(requests, seeds, strict=True):
+        request["sampling_params"] |= {} if seed is None else {"sampling_seed": seed}
+    answers = _ask(handler, *requests, adds_seeds=adds_seeds)
+    assert [answer.prompt_tokens for answer in answers[:6]] == seeds[:6], "each has the answer to its seed"
+    alone = [(70, 1), (71, 1), (72, 1), (72, 1), (90, 1), (91, 1)]
+    shared = [(70, 3), (72, 1), (90, 2)]
+    assert sorted(seen, key=str) == sorted([*(shared if adds_seeds else alone), (None, 2)], key=str)
+
+
 def _answer_of(count: int) -> dict[str, Any]:
     logprobs = [[-0.5, 7, None]] * count
     meta = {"id": "x", "finish_reason": {"type": "length"}, "output_token_logprobs": logprobs, "weight_version": "3"}

@@ -131,6 +131,35 @@ def test_attends_whole_batches_and_says_so(stack: Stack) -> None:
             np.testing.assert_allclose(answer.log_probs, stack.log_probs(0, prompt, answer.tokens), atol=1e-4)
 
 
+def test_seeds_decide_the_tokens_whatever_is_computed_with_them(stack: Stack) -> None:
+    """Siblings by one request, each alone, and among other prompts on a cached prefix: the same tokens and log-probs,
+    bit by bit."""
+
+    def ask(prompts: Sequence[tuple[list[int], int]]) -> list[Generation]:
+        params = {"max_new_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+        requests = [
+            {"input_ids": prompt, "sampling_params": {**params, "sampling_seed": seed}} for prompt, seed in prompts
+        ]
+
+        async def run() -> list[Generation]:
+            async with GenerateClient(stack.router.url, KEY, 120.0, 64) as client:
+                return await asyncio.gather(*map(client.generate, requests))
+
+        return asyncio.run(run())
+
+    asked = [(PROMPT, seed) for seed in range(70, 76)]
+    stack.engine.flush_cache()
+    together = ask(asked)
+    stack.engine.flush_cache()
+    alone = [ask([request])[0] for request in asked]
+    others = [([(7 * i + 3 * j) % 250 for j in range(3 + 9 * i)], i) for i in range(7)]
+    mixed = ask([*others[:4], *asked[::-1], *others[4:]])[4:10][::-1]
+    assert len({tuple(answer.tokens.tolist()) for answer in together}) == 6
+    for ways in zip(together, alone, mixed, strict=True):
+        assert len({answer.tokens.tobytes() for answer in ways}) == 1
+        assert len({answer.log_probs.tobytes() for answer in ways}) == 1, [answer.log_probs for answer in ways]
+
+
 def test_flushing_waits_for_requests_that_run(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends no server (sglang#33784, miles#1497)."""
     (scheduler,) = _schedulers(stack.engine)
