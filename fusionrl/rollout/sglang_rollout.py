@@ -82,6 +82,8 @@ METRICS = """
 rollout/dropped_<reason> | groups | Groups that were generated and not used, by reason: that of
     --dynamic-sampling-filter-path, `filtered` without one, `surplus` where there were more than enough. | when it
     happens
+rollout/unused_groups | groups | Groups that were under way when the rollout had enough: those that finish first are
+    trained, so the run does not repeat bit by bit. | when it happens
 rollout/partial_samples | samples | Unfinished samples that the next rollout continues. | --partial-rollout
 """
 
@@ -239,7 +241,7 @@ class _Rollout:
         self._refused: list[list[Sample]] = []
         self._filter = GroupFilter(self._num_wanted)
         self._pending: dict[Task, list[Sample]] = {}
-        self._num_partial = 0
+        self._num_partial = self._num_unused = 0
 
     async def fill(self) -> None:
         """Generate until enough groups are kept.
@@ -280,6 +282,7 @@ class _Rollout:
     async def end(self, stopping: asyncio.Event) -> None:
         """Stop what still runs; with --partial-rollout samples continue in the next rollout, else they start again."""
         args = self._args
+        self._num_unused = len(self._pending)
         if self._pending and args.partial_rollout and len(self._kept) >= self._num_wanted:
             stopping.set()
             await self._stop_and_keep()
@@ -312,6 +315,8 @@ class _Rollout:
         if surplus:
             dropped["surplus"] += len(surplus)
         metrics: dict[str, float] = {f"rollout/dropped_{reason}": count for reason, count in dropped.items()}
+        if self._num_unused:
+            metrics["rollout/unused_groups"] = self._num_unused
         if self._args.partial_rollout:
             metrics["rollout/partial_samples"] = self._num_partial
         refused = [*surplus, *self._refused] if self._keeps_refused else []
@@ -362,7 +367,10 @@ async def _evaluate_set(args: Namespace, eval_set: EvalSet) -> EvalResult:
             sample.metadata.update(copy.deepcopy(eval_set.metadata_overrides))
             samples.append(sample)
     groups = [sample.group_index for sample in samples]
-    results = await asyncio.gather(*(generate_and_score(context, s, dict(params), evaluation=True) for s in samples))
+    num_siblings = eval_set.n_samples_per_eval_prompt
+    results = await asyncio.gather(
+        *(generate_and_score(context, s, dict(params), True, i % num_siblings) for i, s in enumerate(samples))
+    )
     samples = []
     for index, result in zip(groups, results, strict=True):
         for sample in flat_group([result]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -9,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusionrl.base.cpu_wing import DEPENDS_ON_BATCH
 from fusionrl.config.config import Config
 from fusionrl.observe.curves import draw_curves
+from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.repeatable import repeatability
 from fusionrl.runtime.checkpoints import Checkpoints, Saver, find_checkpoint, load_checkpoint
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.loops import choose_loop
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from fusionrl.runtime.background_eval import BackgroundEval
 
 logger = logging.getLogger(__name__)
+REPEATABLE = "repeatable.json"
 _TIMEOUT_S = 60.0  # for every trainer to finish its current call
 
 
@@ -198,5 +203,14 @@ def run_training(
         title = f"{path.resolve().name} ({config.run.mode})"
         drawing = drawing_thread.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
     drawing.result()
+    _tell_repeatability(config, plan, path, progress)
     if exported is not None:
         write_model_card(Path(exported), config, plan, read_metrics(path), path / "curves.png")
+
+
+def _tell_repeatability(config: Config, plan: Plan, path: Path, progress: Progress) -> None:
+    """Print whether the run repeats bit by bit and why not, and write it into the run's folder."""
+    logs = [log.read_text(encoding="utf-8", errors="replace") for log in (path / "logs").glob("engine-*.log")]
+    finding = repeatability(config, plan, read_metrics(path), any(DEPENDS_ON_BATCH in log for log in logs))
+    progress.print(finding.describe())
+    write_atomically(path / REPEATABLE, json.dumps(finding.to_dict(), indent=2) + "\n")

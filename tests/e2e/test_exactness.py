@@ -3,6 +3,7 @@
 Then resumes with other flags: what the metrics and the last message say.
 """
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import pytest
 
 from fusionrl.runtime.checkpoints import Checkpoint, compare_hashes
 from tests.e2e.launch import launch, metrics_of, run
+from tools.repeat_runs import first_difference, weights_differ
 
 pytestmark = pytest.mark.e2e
 STEPS = 8
@@ -99,8 +101,25 @@ def test_sft(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("recorded")
+def test_live_rl_repeats(rl_flags: list[str], recorded: Path, tmp_path: Path) -> None:
+    """The samples of engines, too: other batches and another number of engines give the same numbers and weights."""
+    made = ["--save-debug-rollout-data", str(recorded / "{rollout_id}.jsonl")]
+    other = ["--rollout-num-gpus", "2", "--sglang-max-running-requests", "3"]
+    for name, more in (("one", made), ("other", other)):
+        folder = tmp_path / name
+        flags = [*rl_flags, *more, "--num-rollout", "3", "--no-save", "--save-hf", str(folder / "hf")]
+        text = run([*flags, "--run-dir", str(folder)], tmp_path).output()
+        reward = "--custom-rm-path tests/e2e/hooks.py:partial_credit"
+        assert f"repeatable bit by bit if your functions are: {reward}" in " ".join(text.split())
+        finding = json.loads((folder / "repeatable.json").read_text())
+        assert finding == {"repeatable": None, "reasons": [], "functions": [reward]}
+    assert first_difference(tmp_path / "one", tmp_path / "other") == ""
+    assert not weights_differ(tmp_path / "one" / "hf", tmp_path / "other" / "hf")
+
+
+@pytest.mark.xdist_group("recorded")
 def test_rl_on_recorded_rollouts(rl_flags: list[str], recorded: Path, tmp_path: Path) -> None:
-    if not (recorded / "1.jsonl").exists():  # else test_kills_and_resumes has left them
+    if not (recorded / "1.jsonl").exists():  # else a test before has left them
         made = ["--num-rollout", "2", "--no-save", "--save-debug-rollout-data", str(recorded / "{rollout_id}.jsonl")]
         run([*rl_flags, *made, "--run-dir", str(tmp_path / "live")], tmp_path)
     for step in range(STEPS):
