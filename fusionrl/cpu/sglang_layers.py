@@ -4,14 +4,20 @@ Without CPU kernels of its own, SGLang computes norms, gates and rotary embeddin
 each. SGLang still computes what a kernel does not do (other types, other kinds of embeddings).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fusionrl.cpu import kernels
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 Path: TypeAlias = Callable[..., object]
 
@@ -155,16 +161,18 @@ def draw_filtered(
     return tokens.gather(1, draw(kept.masked_fill(is_beyond, 0.0), numbers)[:, None])[:, 0]
 
 
-def register_sampling() -> None:
-    """Let SGLang's sampler of this process, and of those forked from it, use `draw` with the seeds of the requests.
+def register_sampling(*, reads_seeds: bool = True) -> None:
+    """Let SGLang's sampler of this process, and of those forked from it, use `draw`, with the seeds of the requests.
 
     SGLang reads `sampling_seed` only with deterministic inference, which on a CPU starts Triton's kernels.
+
+    reads_seeds  off where the server speculates: SGLang would hash the seeds of drafts by a kernel for CUDA
     """
     from sglang.srt.layers import sampler
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling import sampling_batch_info
 
     by_probs, filtered = sampler.sampling_from_probs_torch, sampler.top_k_top_p_min_p_sampling_from_probs_torch
-    of_batch = SamplingBatchInfo.from_schedule_batch.__func__
+    of_batch = sampling_batch_info.SamplingBatchInfo.from_schedule_batch.__func__
 
     def sampling_from_probs(
         probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
@@ -187,15 +195,16 @@ def register_sampling() -> None:
         *,
         return_filtered_probs: bool = False,
         max_top_k: int | None = None,
-    ) -> Any:
+    ) -> object:
         if sampling_seed is None or return_filtered_probs or probs.device.type != "cpu":
-            arguments = probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions
+            seed = sampling_seed if probs.device.type != "cpu" else None  # SGLang's hash has no kernel for a CPU here
+            arguments = probs, top_ks, top_ps, min_ps, need_min_p_sampling, seed, positions
             return filtered(*arguments, return_filtered_probs=return_filtered_probs, max_top_k=max_top_k)
         numbers = seeded_numbers(sampling_seed, positions)
         least = min_ps if need_min_p_sampling else None
         return draw_filtered(probs, top_ks, top_ps, least, numbers, max_top_k).to(torch.int32)
 
-    def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> Any:
+    def from_schedule_batch(cls: type[SamplingBatchInfo], batch: ScheduleBatch, vocab_size: int) -> SamplingBatchInfo:
         info = of_batch(cls, batch, vocab_size)
         if info.sampling_seed is None:
             info.sampling_seed = torch.tensor([_seed_of(request) for request in batch.reqs], dtype=torch.int64)
@@ -203,10 +212,11 @@ def register_sampling() -> None:
 
     sampler.sampling_from_probs_torch = sampling_from_probs
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = sampling_from_filtered
-    SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+    if reads_seeds:
+        sampling_batch_info.SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
 
 
-def _seed_of(request: Any) -> int:
+def _seed_of(request: Req) -> int:
     """Return a request's own seed, or one that is drawn once: SGLang would give the same one to every request."""
     seed = request.sampling_params.sampling_seed
     if seed is None:

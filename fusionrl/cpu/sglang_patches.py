@@ -36,7 +36,7 @@ def register(*, speculates: bool, adapts: bool) -> None:
     register_layers()
     sglang_models.register()
     _sleep_while_paused()
-    register_sampling()
+    register_sampling(reads_seeds=not speculates)
     if speculates:
         from fusionrl.cpu import speculation  # imports SGLang's speculative decoding
 

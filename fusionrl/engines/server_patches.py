@@ -112,7 +112,7 @@ def add_seeds() -> None:
 
     copy_to_prompts = GenerateReqInput._normalize_sampling_params
 
-    def normalize(self: Any, num: int) -> None:
+    def normalize(self: GenerateReqInput, num: int) -> None:
         params = self.sampling_params
         copy_to_prompts(self, num)
         if isinstance(params, dict) and isinstance(seed := params.get("sampling_seed"), int):

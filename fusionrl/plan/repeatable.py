@@ -90,7 +90,7 @@ def _of_engines(config: Config, plan: Plan) -> Iterable[str]:
     if config.cluster.rollout_external_engine_addrs:
         yield "--rollout-external-engine-addrs: engines of others may not honour seeds"
     if args.get("speculative_algorithm"):
-        yield "--sglang-speculative-algorithm: drafts depend on what was answered before"
+        yield "--sglang-speculative-algorithm: engines that draft read no seeds"
     if plan.lora_push is not None or config.lora.lora_adapters:
         yield "engines that add adapters were not tried: --lora-push merged"
     kinds = {type(kind) for kind in (*plan.shape.attention, *plan.shape.mlp)}

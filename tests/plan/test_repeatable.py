@@ -47,7 +47,7 @@ def test_a_run_with_functions_repeats_if_they_do() -> None:
         ({"device": "cuda"}, "--sglang-enable-deterministic-inference"),
         ({"pipeline": "async-partial"}, "--pipeline async-partial"),
         ({"rollout_dtype": "bf16"}, "--rollout-dtype bf16"),
-        ({"sglang": {"speculative_algorithm": "NGRAM"}}, "drafts"),
+        ({"sglang": {"speculative_algorithm": "NGRAM"}}, "read no seeds"),
         ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "engines of others"),
         ({"lora_rank": 8}, "--lora-push merged"),
         *(({"steps": [{}, {f"rollout/{name}": 1.0}]}, text) for name, text in [("engines_died", "an engine died")]),
