@@ -186,6 +186,7 @@ class BufferActor:
     # -------------------------------------------------------------------------------- a stream
     async def begin_stream(self, num_trained: int) -> None:
         """Begin to generate without pause, after `num_trained` rollouts; the engines have their weights."""
+        from fusionrl.buffer.schedule import Schedule, read_schedule, schedule_file
         from fusionrl.buffer.stream import Stream
         from fusionrl.buffer.stream_batches import BatchStream
 
@@ -195,7 +196,9 @@ class BufferActor:
         saved = self.source.take_stream()
         stream: Stream
         if functions.where is None:
-            stream = Stream(*begun, saved)
+            record = self.config.pipelining.replay_schedule
+            entries = [] if record is None else await asyncio.to_thread(read_schedule, Path(record))
+            stream = Stream(*begun, saved, Schedule(schedule_file(self.run_dir, self.attempt), entries))
         else:
             stream = BatchStream(*begun, saved, functions, self._collector.call, self._abort)
         await asyncio.to_thread(stream.start)

@@ -6,17 +6,18 @@ It runs in a thread with an event loop of its own, and owns the controller's sta
 
 import asyncio
 import copy
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, get_args
+from functools import partial
+from typing import Any, get_args
 
 from fusionrl.buffer.collect import HookBorder
 from fusionrl.buffer.data_source import PromptSource, images_in_states
+from fusionrl.buffer.loop_thread import ScheduledLoop
+from fusionrl.buffer.schedule import Schedule
 from fusionrl.buffer.stream_state import (
     SavedStream,
     StreamClock,
@@ -35,14 +36,13 @@ from fusionrl.buffer.stream_state import (
 from fusionrl.config.engine_groups import has_pairs
 from fusionrl.data.images import ImageRef
 from fusionrl.data.sample import Sample, Status
-from fusionrl.pipeline.controller import apply, decide, engine_actions
+from fusionrl.pipeline.controller import decide, engine_actions
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.pipeline.state import (
     Action,
     Admit,
     Admitted,
     Drop,
-    Event,
     Fetch,
     GroupFailed,
     GroupReady,
@@ -58,87 +58,6 @@ from fusionrl.pipeline.state import (
 from fusionrl.rollout.generate import SampleContext, flat_group, generate_group
 from fusionrl.rollout.generate_state import request_counts, rollout_client, sampling_params
 from fusionrl.rollout.sglang_rollout import GroupFilter, open_teacher
-
-_JOIN_S = 30.0  # for the tasks under way to end when they are cancelled
-_ENDED = "the stream has ended"
-T = TypeVar("T")
-
-
-class LoopThread:
-    """Runs `_main` in its thread. It ends with `stop`, or with the first error, which the next call raises."""
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._is_ending = False
-        self._lock = threading.RLock()  # of the two that follow; a future that ends takes itself off
-        self._has_ended = False
-        self._asked: set[Future[Any]] = set()  # what others wait for
-
-    async def _main(self, started: Future[None]) -> None:
-        """Work until `_is_ending`; set `started` once calls may come."""
-        raise NotImplementedError
-
-    def start(self) -> None:
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="stream", daemon=True)
-        self._thread.start()
-        started.result()
-
-    def stop(self) -> None:
-        """End everything that is under way."""
-        if self._thread is not None and self._thread.is_alive():
-            self._is_ending = True
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._wake.set)
-            self._thread.join(_JOIN_S)  # a function that ignores its end is ended with the process
-
-    def _run(self, started: Future[None]) -> None:
-        self._asked.add(started)
-        try:
-            asyncio.run(self._looped(started))
-        except BaseException as error:  # raised again by the next call
-            self._error = error
-        with self._lock:
-            self._has_ended = True
-            for future in list(self._asked):
-                if not future.done():
-                    future.set_exception(self._error or RuntimeError(_ENDED))
-
-    async def _looped(self, started: Future[None]) -> None:
-        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
-        await self._main(started)
-
-    def _call(self, function: Callable[..., T], *args: object) -> T:
-        done: Future[T] = Future()
-
-        def call() -> None:
-            try:
-                done.set_result(function(*args))
-            except BaseException as error:  # the caller's
-                done.set_exception(error)
-
-        self._post(call, done)
-        return done.result()
-
-    def _read(self, function: Callable[[], T]) -> T:
-        """Run a function that changes nothing: in the thread, or here when that has ended."""
-        with self._lock:
-            if self._has_ended:
-                return function()
-        return self._call(function)
-
-    def _post(self, function: Callable[[], None], answer: Future[Any]) -> None:
-        """Run a function in the thread; `answer` gets an error where it has ended, or ends before."""
-        with self._lock:
-            if self._has_ended or self._thread is None:
-                answer.set_exception(self._error or RuntimeError(_ENDED))
-                return
-            self._asked.add(answer)
-            answer.add_done_callback(self._asked.discard)
-            with suppress(RuntimeError):  # the loop has just been closed: `_run` tells who asks
-                self._loop.call_soon_threadsafe(function)
-
 
 _STARTED = get_args(Started)
 _FOR_DRIVER = (Fetch, Push, Stop)
@@ -160,7 +79,7 @@ class Batch:
     refused: Groups = field(default_factory=list)
 
 
-class Stream(LoopThread):
+class Stream(ScheduledLoop):
     """See the module. It ends with `stop`, or with the first error, which the driver's next call raises."""
 
     def __init__(
@@ -170,13 +89,15 @@ class Stream(LoopThread):
         source: PromptSource,
         first_version: int = 0,
         saved: SavedStream | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
-        """Begin after `first_version` fetches; the engines' weights have it as their name. `saved`: by then."""
-        super().__init__()
-        self.knobs = knobs
+        """Begin after `first_version` fetches; the engines' weights have it as their name. `saved`: by then.
+
+        schedule  what happens is written there, and follows its record
+        """
+        super().__init__(fresh_state(knobs, first_version), knobs, schedule)
         self._border, self._source = border, source
         self._live: dict[int, StreamGroup] = {}
-        self.state = fresh_state(knobs, first_version)
         if saved is not None:
             self.state, self._live = unpacked(saved, knobs, first_version)
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -186,6 +107,7 @@ class Stream(LoopThread):
         self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[Action] | None = None
+        self._batch = Batch([], first_version)  # of the last fetch
         self._label = first_version  # of the engines' weights
         self._clock, self._token_counts = StreamClock(), TokenCounts()
 
@@ -199,7 +121,7 @@ class Stream(LoopThread):
         if isinstance(fetch, Stop):
             raise ValueError(self.state.failure or f"--num-rollout: {fetch.reason or 'there is nothing left to train'}")
         assert isinstance(fetch, Fetch)
-        return self._call(self._taken, fetch)
+        return self._batch
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
@@ -209,7 +131,7 @@ class Stream(LoopThread):
                 del self._live[ordinal]
             self._happen(TrainDone())
 
-        self._call(note)
+        self._call(note, start=partial(self._when_due, TrainDone()))
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         if isinstance(self._ask(Push, Stop), Stop):
@@ -223,7 +145,7 @@ class Stream(LoopThread):
             self._label = version
             self._happen(Pushed())
 
-        self._call(note)
+        self._call(note, start=partial(self._when_due, Pushed()))
 
     def waits_for(self) -> str:
         """Return which groups the trainers wait for and why; "" if they do not wait."""
@@ -277,13 +199,17 @@ class Stream(LoopThread):
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                if self._schedule is not None:
+                    self._schedule.close()
 
     def _proceed(self) -> None:
         """Start all actions that may start; those for the driver only when it waits for one."""
         while True:
+            self._release()
             actions = decide(self.state, self.knobs)
             for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
-            if for_driver and (self._answer is None or not isinstance(for_driver[0], self._wanted)):
+            is_asked = self._answer is not None and bool(for_driver) and isinstance(for_driver[0], self._wanted)
+            if for_driver and not (is_asked and self._is_due(actions[0])):
                 actions = engine_actions(self.state, self.knobs)  # meanwhile
             begun = False
             for action in actions:
@@ -305,8 +231,10 @@ class Stream(LoopThread):
         assert answer is not None
         if isinstance(action, Fetch):  # before it is applied, so that the message names the sample
             check_bound([self._live[ordinal].finished for ordinal in action.ordinals], self._label, self.knobs)
-        if isinstance(action, _STARTED):
-            apply(self.state, self.knobs, action)
+        if isinstance(action, get_args(Started)):
+            self._apply(action)
+        if isinstance(action, Fetch):  # now, or its metrics would depend on when the driver's thread runs
+            self._batch = self._taken(action)
         self._answer = None
         answer.set_result(action)
         return isinstance(action, _STARTED)
@@ -314,6 +242,10 @@ class Stream(LoopThread):
     def _admit(self, action: Admit) -> None:
         """Begin the first of the groups that may begin; the others in the loop's next turn."""
         most = max(1, _AT_ONCE // self.knobs.samples_per_group)
+        if self._schedule is not None and self._schedule.next is not None:
+            most = min(most, self._schedule.num_admitted_next())
+            if not most:
+                return
         pending = action.pending[:most]
         for ordinal in pending:
             self._begin(ordinal, self._live[ordinal].blank)
@@ -326,13 +258,13 @@ class Stream(LoopThread):
         drawn = self._source.draw(num_groups) if num_groups else []
         groups = [[without_answer(sample) for sample in group] for group in drawn]
         if len(groups) < num_groups:
-            apply(self.state, self.knobs, StreamEnd())
+            self._apply(StreamEnd())
         return groups
 
     def _begin(self, ordinal: int, blank: list[Sample]) -> None:
         group = copy.deepcopy(blank)
         num_samples = len(group) + self._context.needs_greedy_answer
-        apply(self.state, self.knobs, Admitted(ordinal, num_samples))
+        self._apply(Admitted(ordinal, num_samples))
         self._live[ordinal] = StreamGroup(blank)
         self._token_counts.began(ordinal, group)
         self._tasks[ordinal] = task = asyncio.create_task(self._make(ordinal, group, num_samples))
@@ -350,11 +282,15 @@ class Stream(LoopThread):
             nonlocal left
             if left > 0 and ordinal in self.state.groups:
                 left -= 1
-                self._happen(SampleDone(ordinal))
+                event = SampleDone(ordinal)
+                self._when_due(event, lambda: self._happen(event))
 
         context = replace(self._context, on_generated=generated)
         try:
             samples = flat_group(await generate_group(context, group, sampling_params(self._args)))
+            while left > 0 and ordinal in self.state.groups:  # samples that needed no engine
+                generated()
+            await self._end_is_due(ordinal)
             failure = why_failed(samples, replaces=self._args.failed_samples == "replace")
             refused = "" if failure else self._filter.refuses(context, samples)
             if not failure and not refused:
@@ -378,8 +314,6 @@ class Stream(LoopThread):
             return
         if ordinal not in self._live:
             return
-        while left > 0:  # samples that needed no engine
-            generated()
         self._token_counts.generated(ordinal, samples)
         if failure:
             self._fail(ordinal, failure)
@@ -408,10 +342,6 @@ class Stream(LoopThread):
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         self._happen(action)
-
-    def _happen(self, event: Event | Drop) -> None:
-        apply(self.state, self.knobs, event)
-        self._wake.set()
 
     def _taken(self, fetch: Fetch) -> Batch:
         groups = []

@@ -3,17 +3,22 @@
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD
+from fusionrl.base.wording import attempt
+from fusionrl.buffer.schedule import read_schedule
 from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
 from fusionrl.config.hooks import check_hook
+from fusionrl.config.resume_differences import as_written, flag_differences
 from fusionrl.config.rollout import RolloutGroup
-from fusionrl.config.run_parts import evaluates_by_default, generates
+from fusionrl.config.run_parts import evaluates_by_default, generates, has_own_rollout, is_streamed, knob_of
 from fusionrl.data.sample_fields import GREEDY_BELOW
+from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.layout import sequence_multiple
 from fusionrl.plan.trained_parts import adapter_folders
 from fusionrl.rewards.registry import LabelCheck, rm_type_errors
@@ -51,7 +56,46 @@ def rollout_errors(config: Config) -> list[str]:
     if rollout.agent_path is not None and not custom_generate and config.eval.eval_config is None:
         errors.append(f"--agent-path needs --custom-generate-function-path {SESSIONS}, which runs it; add it")
     no_reward = config.algorithm.use_opd and reward.rm_type is None and reward.custom_rm_path is None
-    return errors + _filter_errors(rollout, no_reward) + _fraction_errors(config)
+    return errors + _filter_errors(rollout, no_reward) + _fraction_errors(config) + replay_errors(config)
+
+
+# Flags in which a run may differ from the record that it follows: where files go, and what does not change events.
+_MAY_DIFFER = {
+    "replay_schedule",
+    "save_hf",
+    "save_debug_rollout_data",
+    "save_interval",
+    "no_save",
+    "verify_checkpoints",
+}
+
+
+def replay_errors(config: Config) -> list[str]:
+    """List why the record of --replay-schedule does not fit this run."""
+    record = config.pipelining.replay_schedule
+    if record is None or not is_streamed(config):
+        return []
+    flag = f"--replay-schedule {record}"
+    if config.run.resume:
+        return [f"{flag}: a record begins with the run; leave out --resume"]
+    if has_own_rollout(config):
+        path = config.rollout.rollout_function_path
+        return [f"{flag}: --rollout-function-path {path} makes groups in an order of its own; leave one of them out"]
+    if (in_flight := knob_of(config, "in_flight")) != "drain":
+        return [
+            f"{flag}: --in-flight {in_flight} lets a push change the weights in the middle of answers, at tokens that"
+            " depend on time, which the record does not hold; repeat runs under --pipeline one-step-off, async or"
+            " stream, or with --in-flight drain"
+        ]
+    former = last_config(Path(record)) if Path(record).is_dir() else None
+    if former is None:
+        return [f"{flag}: it is not the folder of a run"]
+    changed = [line for name, line in flag_differences(former, as_written(config)).items() if name not in _MAY_DIFFER]
+    if changed:
+        return [f"{flag}: its run has other flags ({'; '.join(changed)}); give the same ones"]
+    errors: list[str] = []
+    attempt(errors, lambda: read_schedule(Path(record)))
+    return errors
 
 
 def _fraction_errors(config: Config) -> list[str]:

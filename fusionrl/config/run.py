@@ -208,6 +208,11 @@ class PipelineGroup(_KnobFlags):
     failed_samples: Literal["leave-out", "replace"] = of_stream(
         "leave-out", "Train a group without its failed samples, or replace the whole group (always if all failed)."
     )
+    replay_schedule: str | None = of_stream(
+        None,
+        "Folder of an earlier run with the same flags: admit, fetch, push and drop groups in its order, which it has"
+        " recorded. Needs --in-flight drain. Default: none.",
+    )
 
 
 PROFILES = "profiles"  # in the run's folder

@@ -2,6 +2,7 @@
 
 config.json  plan.txt      of attempt 1; config.a2.json, plan.a2.txt of a resume whose own differ
 metrics.jsonl              see `metrics`
+schedule.a<attempt>.jsonl  order of a pipeline's events, see `fusionrl.buffer.schedule`
 rollouts/ checkpoints/ logs/
 timeline/                  see `spans`
 run.lock                   who is at work here: pid, start time of that process, host

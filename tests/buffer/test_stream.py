@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer.actor import BufferActor
-from fusionrl.buffer.stream import LoopThread, check_bound
+from fusionrl.buffer.loop_thread import LoopThread
+from fusionrl.buffer.stream import check_bound
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.observe.rollouts import rollout_of_step
@@ -465,3 +466,31 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
     with pytest.raises(ValueError, match="no such tool"):  # and whoever comes later
         collector._call(lambda: 1)
     collector.stop()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "flags"),
+    [
+        ("async", {}),
+        ("one-step-off", {"dynamic_sampling_filter_path": "odd_prompts"}),
+        ("async", {"at_deadline": "drop", "admission_lead": 2}),
+        ("stream", {}),
+    ],
+)
+def test_a_run_follows_the_order_of_a_record(
+    stream: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: str, flags: dict[str, Any]
+) -> None:
+    """Other prompts are slow in the second run: without the record other groups would be ready first."""
+    orders = []
+    for run, slow in (("first", 5), ("second", 3)):
+        record = {"replay_schedule": str(tmp_path / "first")} if run == "second" else {}
+        made = stream(pipeline, run=run, **flags, **record)
+        seconds = lambda sample, _, slow=slow: 0.2 if int(sample.label) % slow == 0 else 0.01  # noqa: E731
+        monkeypatch.setitem(made.hooks, "seconds", seconds)
+        rows = [{k: v for k, v in row.items() if k != "session_id"} for row in made.rows(8)]
+        numbers = [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in made.metrics]
+        made.stop()
+        (file,) = (tmp_path / run).glob("schedule.a*.jsonl")
+        orders.append((rows, numbers, file.read_text()))
+    for first, second in zip(*orders, strict=True):
+        assert first == second

@@ -1,0 +1,111 @@
+"""The order of a stream's events: written to `schedule.a<attempt>.jsonl`, and with a record of another run followed.
+
+Each line is an event or a started action: its name, and the groups that it is about. A stream that follows a record
+holds back what comes before its place there, and starts nothing else, so its state passes through the same values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionrl.observe.formats import to_json
+from fusionrl.pipeline.state import Drop, Event, Fetch, Started
+
+Entry = list[object]
+_FLAG = "--replay-schedule"
+_NOT_REPEATED = {"GroupFailed": "a group failed", "Parked": "a group was handed back", "StreamEnd": "the data ended"}
+
+
+def entry_of(event: Event | Started) -> Entry:
+    """Return an event as a line of the record has it."""
+    name = type(event).__name__
+    match event:
+        case Fetch():
+            return [name, list(event.ordinals)]
+        case Drop():
+            return [name, event.ordinal, event.reason]
+    ordinal = getattr(event, "ordinal", None)
+    return [name] if ordinal is None else [name, ordinal]
+
+
+def schedule_file(run: Path, attempt: int) -> Path:
+    return run / f"schedule.a{attempt}.jsonl"
+
+
+def read_schedule(run: Path) -> list[Entry]:
+    """Return the events that a run recorded; a line that a kill cut off ends them.
+
+    Raises:
+        ValueError: it has none, or some that no other run can repeat.
+    """
+    if schedule_file(run, 2).exists():
+        raise ValueError(f"{_FLAG} {run}: it was resumed, and groups began again there; name a run without a resume")
+    path = schedule_file(run, 1)
+    if not path.is_file():
+        raise ValueError(f"{_FLAG} {run}: it has no {path.name}; a run under a pipeline that runs ahead writes it")
+    entries: list[Entry] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(entry, list) or not entry:
+            raise ValueError(f"{path}, line {number}: it is not an event")
+        if why := _NOT_REPEATED.get(entry[0]):
+            raise ValueError(f"{path}, line {number}: {why}, which does not repeat by order alone; name another run")
+        entries.append(entry)
+    return entries
+
+
+class Schedule:
+    """What has happened goes to `path`; with `record` it is also compared with what comes next there."""
+
+    def __init__(self, path: Path, record: Sequence[Entry] = ()) -> None:
+        self._record, self._place = record, 0
+        self._file = path.open("ab", buffering=0)
+
+    @property
+    def next(self) -> Entry | None:
+        """The event of the record that comes next; None without a record, or after its end."""
+        return self._record[self._place] if self._place < len(self._record) else None
+
+    def num_admitted_next(self) -> int:
+        """Return how many groups the record admits before anything else."""
+        following = (place for place in range(self._place, len(self._record)) if self._record[place][0] != "Admitted")
+        return next(following, len(self._record)) - self._place
+
+    def is_due(self, event: Event | Started) -> bool:
+        """Return whether an action may start now.
+
+        Raises:
+            ValueError: the record has another action of its kind here: the runs are not the same.
+        """
+        entry, following = entry_of(event), self.next
+        if following is not None and following[0] == entry[0] and following != entry:
+            raise ValueError(f"{_FLAG}: {_differs(following, entry)}")
+        return following is None or following == entry
+
+    def note(self, event: Event | Started) -> None:
+        """Write an event that happens. ValueError: the record has another one here."""
+        entry, following = entry_of(event), self.next
+        if following is not None:
+            if following != entry:
+                raise ValueError(f"{_FLAG}: {_differs(following, entry)}")
+            self._place += 1
+        self._file.write(to_json(entry) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _differs(recorded: Entry, entry: Entry) -> str:
+    return (
+        f"the record has {_words(recorded)} where this run comes to {_words(entry)}: it does not repeat the recorded"
+        " run; `fusionrl diff` names the first difference"
+    )
+
+
+def _words(entry: Entry) -> str:
+    return " ".join(map(str, entry))
