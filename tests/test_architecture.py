@@ -38,7 +38,7 @@ WINGS = {
         "base/cpu_wing.py",
         "engines/launch_server.py",
         *("trainer/layers.py", "trainer/local_attention.py", "trainer/local_layers.py", "trainer/packed_row.py"),
-        *("trainer/process_groups.py", "trainer/settings.py"),
+        *("trainer/log_probs.py", "trainer/process_groups.py", "trainer/settings.py"),
     },
     "compat": {"cli/from_slime.py", *("config/hook_files.py", "config/passed_flags.py")},
 }

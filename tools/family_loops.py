@@ -65,8 +65,11 @@ def adapter_flags(family: str) -> dict[str, Any] | None:
     return None
 
 
-def make_model(family: str, task: Path, folder: Path) -> None:
-    """Save a tiny random model of a family with the tokenizer of `task`/model, or its own where it sees."""
+def make_model(family: str, task: Path, folder: Path, **other_sizes: int) -> None:
+    """Save a tiny random model of a family with the tokenizer of `task`/model, or its own where it sees.
+
+    other_sizes  replace the usual ones, but of a model that sees
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     from tests import tiny_vision
@@ -83,6 +86,7 @@ def make_model(family: str, task: Path, folder: Path) -> None:
         sizes |= {"decoder_sparse_step": 1}  # SGLang reads no other
     if family in ("glm4", "phi3"):  # gate and up are one tensor, which SGLang's CPU engine pads to 32 rows as a whole
         sizes |= {"intermediate_size": 64}
+    sizes |= other_sizes
     is_tied = family == "gemma3_text"  # SGLang leaves out the output layer of one that is not
     if family in PUBLISHED:
         hf_models.make_published(folder.parent, f"{family}_text", False, **sizes)

@@ -1,6 +1,6 @@
 """Prove that every parallel layout computes the same thing: one rank against many, and one rank against transformers.
 
-    python tools/parity.py [--only TEXT] [--max-ranks N] [--logits] [--json FILE]
+    python tools/parity.py [--only TEXT] [--max-ranks N] [--logits] [--bitwise] [--json FILE]
 
 Tiny models in fp32 on this machine's CPU, gloo between processes. A row is one layout, trained for three steps on
 packed sequences of different lengths and compared with one rank: the loss and the gradient norm of each step, and at
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -454,8 +454,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-ranks", type=int, help="rows of at most so many ranks")
     parser.add_argument("--logits", action="store_true", help="compare logits with transformers'")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--bitwise", action="store_true", help="compute as with --bitwise of a run")
     options = parser.parse_args(argv)
     rows = rows_with(options.only, options.max_ranks)
+    rows = [replace(row, flags=row.flags | {"bitwise": True}) for row in rows] if options.bitwise else rows
     models = [name for name in MODELS if not options.only or options.only in name]
     if not (models if options.logits else rows):
         parser.error(f"--only {options.only}: no row has that text")

@@ -27,6 +27,13 @@ MKL_MODE = ("MKL_CBWR", "AUTO,STRICT")
 """MKL's mode in which a row of a product has the same bits in every run and, on Intel's CPUs, whatever rows it is
 computed with; without STRICT the number of rows decides. MKL reads the variable once a process."""
 
+DETERMINISTIC_GPU = {
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""With these NCCL, Transformer Engine and cuBLAS add up in the same order in every run (--bitwise on GPUs)."""
+
 ROUTER_KEY = "FUSIONRL_ROUTER_KEY"
 """The key of the engines, for functions of the user that ask them (`plugin_api.post`)."""
 ENGINE_KEY = "FUSIONRL_ENGINE_KEY"

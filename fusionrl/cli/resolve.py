@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fusionrl.base.imports import quiet
 from fusionrl.base.wording import attempt
+from fusionrl.checks.bitwise import bitwise_errors
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.outputs import first_start_warning, profile_errors, profile_plan_errors, resume_folder_errors
 from fusionrl.checks.validate import validate
@@ -75,7 +76,7 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
     plan = attempt(errors, make)
     if plan is None:
         raise CommandLineError(errors)
-    errors = profile_plan_errors(config, plan) or trainer_errors(config, plan)
+    errors = profile_plan_errors(config, plan) + bitwise_errors(config, plan) or trainer_errors(config, plan)
     if config.run.resume and not errors:
         from fusionrl.runtime.checkpoints import resume_errors
 

@@ -47,6 +47,11 @@ class RunGroup(Group):
         " --hf-checkpoint, missing flags are read from the run; docs/guides/checkpoints.md.",
     )
     seed: int = of_trainers(1234, "Seed of initialisation, data order and trainers.", ge=0)
+    bitwise: bool = acting(scopes.needed(scopes.PUSHES), scopes.needed(scopes.RL))(
+        False,
+        "On a CPU: engines and trainers compute the same bits, and the run fails where a log-prob differs. On GPUs:"
+        " deterministic kernels on both sides, for runs that repeat (docs/guides/trouble.md).",
+    )
     num_rollout: int | None = of_steps(None, "Number of rollout steps to run.", ge=0)
     num_epoch: int | None = acting(scopes.STEPS, scopes.EPOCHS)(
         None, "Epochs over the prompt data, unless --num-rollout is set.", ge=1

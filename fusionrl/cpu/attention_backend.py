@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from fusionrl.cpu import kernels
+from fusionrl.cpu import bitwise, kernels
 from fusionrl.cpu.batched_attention import AttentionPlan, attend, plan_attention, plan_trees
 
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
 
         In fp32 each token of a prompt is attended as one of a decode step is. Then its bits do not depend on the batch,
         nor on what the cache holds of the prompt; short prompts take less time so, and one of 2,000 tokens twice as
-        much. In bf16 they would depend on the products' rows all the same.
+        much. In bf16 they would depend on the products' rows all the same, but for --bitwise.
         """
         rows, totals = batch.req_pool_indices, batch.seq_lens
         if batch.forward_mode.is_decode():
             return rows, totals
-        if dtype is not torch.float32 or batch.forward_mode.is_target_verify():
+        if not (dtype is torch.float32 or bitwise.is_on()) or batch.forward_mode.is_target_verify():
             return None, totals
         if self._planned is not batch:
             self._begin(batch)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusionrl.cpu import kernel_library
+from fusionrl.cpu import bitwise, kernel_library
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
 def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(RMSNorm of `hidden` + `residual` [..., h], that sum)."""
     assert weight.shape == hidden.shape[-1:] and residual.shape == hidden.shape
+    if bitwise.is_on():  # of the rounded sum, as trainers norm it
+        both = hidden + residual
+        return rms_norm(both, weight, eps)[0], both
     (hidden, step), weight = _rows(hidden), weight.contiguous()
     residual = residual.contiguous()
     size = hidden.size(-1)
@@ -307,6 +310,18 @@ class RowTable:
     longest: int  # tokens of the longest sequence
     num_tokens: int  # of the packed row
     is_whole: bool  # each of its tokens is in a sequence
+
+    def attended(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each token that is attended to as a request of `attend_decode`, which sees the tokens before it.
+
+        Returns (packed token of each [B], the table of slots, its rows [B], lengths [B]).
+        """
+        sizes = self.starts.diff()
+        offsets = torch.arange(self.longest)
+        table = torch.zeros(len(sizes), self.longest, dtype=torch.int32)
+        table[offsets < sizes[:, None]] = self.places
+        rows, lengths = ((offsets >= self.firsts[:, None]) & (offsets < sizes[:, None])).nonzero(as_tuple=True)
+        return table[rows, lengths].long(), table, rows, lengths + 1
 
     def pointers(self) -> tuple[int, ...]:
         """The tensors, and the two sizes that the kernels take after them."""

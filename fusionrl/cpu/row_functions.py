@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from fusionrl.cpu import kernels
+from fusionrl.cpu import bitwise, kernels
 from fusionrl.cpu.kernels import RowTable
 
 if TYPE_CHECKING:
@@ -182,9 +182,12 @@ class _RowAttention(torch.autograd.Function):
         before = None if window is None else window - 1
         out, logs = kernels.attend_rows(query, key, value, table, scale, before)
         saved: tuple[Tensor, ...] = (query, key, value)
+        if bitwise.is_on():
+            out = _attend_tokens(query, key, value, sinks, table, scale, before)
         if sinks is not None:
             scores = sinks.float()
-            out *= torch.sigmoid(logs - scores)[..., None]
+            if not bitwise.is_on():
+                out *= torch.sigmoid(logs - scores)[..., None]
             logs = torch.logaddexp(logs, scores)
             saved += (out, sinks)
         ctx.save_for_backward(logs, *saved)
@@ -202,6 +205,26 @@ class _RowAttention(torch.autograd.Function):
             share = torch.exp(sinks.float() - logs)
             of_sinks = -(share * (grad * out).sum(-1, dtype=torch.float32)).sum(0).to(sinks.dtype)
         return *grads, of_sinks, None, None, None
+
+
+def _attend_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    table: RowTable,
+    scale: float,
+    before: int | None,
+) -> Tensor:
+    """Attention as `kernels.attend_rows`, each token computed by itself as an engine decodes it."""
+    tokens, slots, rows, lengths = table.attended()
+    scores = None if sinks is None else sinks.float().contiguous()
+    numbers = (slots, rows.contiguous(), lengths.contiguous())
+    parts = query[tokens], key.contiguous(), value.contiguous()
+    results = kernels.attend_decode(*parts, *numbers, scale=scale, window=before, sinks=scores)
+    out = results.new_zeros(len(query), *results.shape[1:])
+    out[tokens] = results
+    return out
 
 
 def attend(

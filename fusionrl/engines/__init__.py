@@ -6,5 +6,6 @@ It speaks to SGLang by HTTP and imports neither sglang, megatron nor ray. The ex
 
 # Environment of the servers: `spec` sets it, `launch_server` and what it patches read it.
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
+BITWISE_VARIABLE = "FUSIONRL_BITWISE"  # on a CPU, 1: the engine computes the same bits as the trainers
 ADAPTERS_VARIABLE = "FUSIONRL_ADAPTERS"  # names of the adapters that the server gets, with commas between
 NODES_VARIABLE = "FUSIONRL_ENGINE_NODES"  # set in the servers of an engine over several nodes

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from fusionrl.base import cpu_wing
 from fusionrl.base.imports import without_collections
 from fusionrl.base.process import answer_with_stacks, keep_freed
-from fusionrl.engines import ADAPTERS_VARIABLE, DEVICE_VARIABLE, kimi_vl
+from fusionrl.engines import ADAPTERS_VARIABLE, BITWISE_VARIABLE, DEVICE_VARIABLE, kimi_vl
 from fusionrl.engines.server_patches import add_seeds, check_models, install_rendezvous, stamp_streams
 
 _OF_SCHEDULERS = (
@@ -155,6 +155,10 @@ def main(argv: list[str]) -> None:
 
         keep_freed(_KEPT_BYTES)
         sglang_patches.register(speculates="--speculative-algorithm" in argv, adapts="--enable-lora" in argv)
+        if os.environ.get(BITWISE_VARIABLE) == "1":
+            from fusionrl.cpu import bitwise
+
+            bitwise.register_engine()
         _fork_children()
     try:
         run_server(prepare_server_args(argv))

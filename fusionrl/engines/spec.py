@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND, PROCESSOR_VARIABLE
-from fusionrl.base.environment import child_environment
+from fusionrl.base.environment import DETERMINISTIC_GPU, child_environment
 from fusionrl.base.sockets import collective_interfaces
-from fusionrl.engines import ADAPTERS_VARIABLE, DEVICE_VARIABLE, NODES_VARIABLE
+from fusionrl.engines import ADAPTERS_VARIABLE, BITWISE_VARIABLE, DEVICE_VARIABLE, NODES_VARIABLE
 from fusionrl.engines.images import ImageSettings
 from fusionrl.models.engine_config import engine_fields, read_scorer
 from fusionrl.models.hf_folder import text_config
@@ -76,6 +76,7 @@ class EngineSpec:
     wrapper: tuple[str, ...] = ()  # the beginning of the server's command line: a profiler's, under which it runs
     # Part of the log's name. A reward model classifies and a teacher reads: only an engine generates.
     role: Literal["engine", "reward-model", "teacher"] = "engine"
+    bitwise: bool = False
     num_nodes: int = 1  # that it spans, each with as many of its ranks
     node_rank: int = 0  # this part's place among them; part 0 serves, and the others only compute
 
@@ -176,6 +177,8 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     """
     env = package_environment("engine")
     env[DEVICE_VARIABLE] = spec.device
+    if spec.bitwise:
+        env |= {BITWISE_VARIABLE: "1"} if spec.device == "cpu" else DETERMINISTIC_GPU
     if spec.adapters:
         env[ADAPTERS_VARIABLE] = ",".join(spec.adapters)
     # A health check that generates a token fails by design while generation is paused or memory released;

@@ -60,12 +60,13 @@ def engine_specs(
             log_dir=log_dir,
             seed=config.data.rollout_seed + index,
             start_timeout_s=config.rollout.engine_start_timeout_s,
-            num_threads=config.rollout.engine_num_threads,
+            num_threads=1 if config.run.bitwise else config.rollout.engine_num_threads,
             server_args=_server_args(config, plan, role, index),
             images=image_settings(config, plan.shape) if role == "engine" else None,
             adapters=tuple(adapter_folders(config)) if role == "engine" and plan.lora_push == "adapter" else (),
             role=role,
             wrapper=_wrapper(config, role, index, Path(log_dir).parent),
+            bitwise=config.run.bitwise and role == "engine",
             num_nodes=len(parts),
             node_rank=rank,
         )
@@ -143,6 +144,8 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
         if plan.engines_give_memory:  # else the weights would have to be pushed again each time
             server_args.setdefault("enable_weights_cpu_backup", True)
         server_args |= adapter_args
+    if config.run.bitwise and plan.device == "cuda":
+        server_args.setdefault("enable_deterministic_inference", True)
     if config.algorithm.use_rollout_routing_replay and plan.device == "cuda":
         server_args.setdefault("enable_return_routed_experts", True)
         is_stacked = any(mlp.has_whole_experts for mlp in plan.shape.mlp)  # gpt-oss

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from fusionrl.base.environment import (
+    DETERMINISTIC_GPU,
     ENGINE_KEY,
     FOLDER_VARIABLE,
     MKL_MODE,
@@ -190,6 +191,7 @@ class Launcher:
         actors, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
         variable, mode = MKL_MODE
         threads[variable] = os.environ.get(variable, mode)
+        threads |= DETERMINISTIC_GPU if self._config.run.bitwise and self._plan.device == "cuda" else {}
         for rank, bundle in enumerate(self.bundles[number] for number in bundles):
             env = self._own_env()
             log = self._log(f"{role or 'trainer'}-{rank}")

@@ -222,6 +222,7 @@ class WeightSync:
         urls = self._probe_urls()[:num_own]
         if self._external_engines is not None:
             urls += self._external_engines.pushed_urls
+        is_exact = self._config.run.bitwise and self._plan.device == "cpu"
         is_fp32 = self._plan.precision == self._plan.rollout_dtype == "fp32"
         return Verification(
             self._trainers.policy,
@@ -231,7 +232,7 @@ class WeightSync:
             vocab_size=self._plan.shape.vocab_size,
             version=version,
             temperature=self._config.rollout.rollout_temperature,
-            tolerance=self._config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
+            tolerance=0.0 if is_exact else self._config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
             is_exact=self._plan.device == "cpu",
             adapters=tuple(adapter_folders(self._config)) if has_several_adapters(self._config) else (None,),
             placeholder=-1 if (vision := self._plan.shape.vision) is None else vision.image_token,

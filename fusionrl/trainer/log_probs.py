@@ -162,6 +162,14 @@ def chunked_log_probs(
     """
     width, num_kept = block_sizes(hidden.size(0), hidden.size(1), weight.size(0), chunk_size)
     num_kept = num_kept if torch.is_grad_enabled() else 0
-    return _ChunkedLogProbs.apply(
+    log_probs, entropies = _ChunkedLogProbs.apply(
         hidden, weight, targets, vocab_size, temperature, width, num_kept, entropy_grad, group
     )
+    if hidden.device.type == "cpu":
+        from fusionrl.cpu import bitwise
+
+        if bitwise.is_on():  # these have the gradient, which a value of 0 adds
+            with torch.no_grad():
+                exact = bitwise.token_log_probs(hidden, weight, targets, vocab_size, temperature, group)
+            log_probs = exact + (log_probs - log_probs.detach())
+    return log_probs, entropies

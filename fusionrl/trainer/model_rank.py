@@ -163,6 +163,8 @@ class ModelRank:
         torch.set_num_threads(plan.num_threads)
         if self.device.type == "cpu":
             keep_freed(_KEPT_BYTES)
+        if config.run.bitwise:
+            settings.start_bitwise(self.device)
         process_groups.join_ranks(
             plan.layout,
             self.rank,

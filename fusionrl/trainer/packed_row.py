@@ -122,10 +122,12 @@ def pack_row(
     is_whole = options.local_attention and slicing.cp_size == 1
     shared = prompts or None if shares and options.leaves_out_prompts else None
     table = None
-    if is_whole and max(map(len, rows), default=0) <= LONGEST_ROW and torch.device(device).type == "cpu":
+    if is_whole and torch.device(device).type == "cpu":
+        from fusionrl.cpu import bitwise
         from fusionrl.cpu.row_functions import plan_rows
 
-        table = plan_rows(rows, tokens.size)
+        if bitwise.is_on() or max(map(len, rows), default=0) <= LONGEST_ROW:
+            table = plan_rows(rows, tokens.size)
     # How long the table of rotary embeddings must be.
     longest = int(positions.max()) + 1 if shares else max(lengths)
     local = torch.full((tokens.size,), -1)

@@ -41,6 +41,17 @@ def rank_device(plan: TrainerPlan, rank: int, ordinal: int | None = None) -> tor
     return torch.device("cuda", rank % count if ordinal is None else ordinal)
 
 
+def start_bitwise(device: torch.device) -> None:
+    """Switch this process over to --bitwise. Raises RuntimeError if a CPU's products are not exact."""
+    if device.type == "cpu":
+        from fusionrl.cpu import bitwise
+
+        bitwise.start()
+    else:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and changes no result
+
+
 def installed_impl(config: Config, device: str, precision: str) -> Impl:
     """Return whose layers a rank has: for `auto`, Transformer Engine's on a GPU where its node has the package.
 
@@ -115,6 +126,7 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "gradient_accumulation_fusion": plan.device == "cpu"
         and not (config.model.custom_model_provider_path or config.model.custom_spec_path),
         "masked_softmax_fusion": False,
+        "deterministic_mode": config.run.bitwise and plan.device == "cuda",
         "rotary_interleaved": shape.rotary_interleaved,
         "transformer_impl": impl,
     }

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,6 +111,9 @@ def take_steps(prepared: Prepared, stepping: Stepping, rollout_id: int) -> tuple
             compare=index == 0 or "log_probs" in fields,
             custom=None if stepping.custom is None else stepping.custom(shard, step),
             hooks=stepping.loss_hooks,
+            check=partial(check_equal, shard, f"step {rollout_id + 1}, optimizer step {index + 1}", index == 0)
+            if stepping.config.run.bitwise and stepping.loss.mode == "rl" and options.device.type == "cpu"
+            else None,
         )
         with span("optimizer step", index=index, micro_batches=len(batches)):
             report, parts = train_step(trained, batches, loss, options.device)
@@ -211,6 +215,30 @@ def check_staleness(shard: TrainShard, step: TrainStep, rollout_id: int, knobs: 
             raise error
 
 
+def check_equal(shard: TrainShard, when: str, is_first: bool, batch: MicroBatch, log_probs: Tensor | None) -> None:
+    """Hold the log-probs of a micro-batch to those of the engine that sampled it, bit by bit (--bitwise).
+
+    Those from before the steps, if there are some, and in the first step `log_probs` [N], of the pass with gradients:
+    then every ratio is exactly 1. Tokens of older weights are left out. Raises RuntimeError, which names the token.
+    """
+    if "rollout_log_probs" not in batch.fields:
+        raise RuntimeError(f"--bitwise: {when}: the rollout has no log-probs of the engine to compare with")
+    engine = batch.fields["rollout_log_probs"]
+    counts = batch.fields["loss_mask"] * batch.fields.get("current", 1.0) > 0
+    for name, values in (("", log_probs if is_first else None), (" before the steps", batch.fields.get("log_probs"))):
+        wrong = [] if values is None else (counts & (values != engine)).nonzero()[:, 0].tolist()
+        if values is not None and wrong:
+            first, number = wrong[0], int(batch.sequences[wrong[0]])
+            token = int(batch.responses[first]) - sum(batch.response_lengths[:number])
+            sample = int(shard.fields["sample_index"][batch.samples[number]])
+            raise RuntimeError(
+                f"--bitwise: {when}: sample {sample}, token {token} of its response: the trainer's log-prob{name} is"
+                f" {float(values[first])!r}, the engine's {float(engine[first])!r} ({len(wrong)} of"
+                f" {int(counts.sum())} tokens of the micro-batch differ). Both compute the same bits, so a weight, a"
+                " mask, a position or what a user's function returns differs; `fusionrl diff` compares runs"
+            )
+
+
 _KINDS = ("sums", "token_sums", "sequence_sums", "maxima")
 
 
@@ -253,15 +281,19 @@ class StepLoss:
     compare  report how far the engine's log-probs are off: only while the weights are those of the rollout
     custom   replaces the built-in losses; it is given logits instead of log-probs
     hooks    a user's functions within them
+    check    raises where log-probs are not those that they have to be (--bitwise)
     """
 
     options: LossOptions
     compare: bool = False
     custom: CustomLoss | None = None
     hooks: LossHooks | None = None
+    check: Callable[[MicroBatch, Tensor | None], None] | None = None
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
         """Return the micro-batch's loss; a HookError gets the samples of the micro-batch."""
+        if self.check is not None:
+            self.check(batch, None if self.custom is not None else output[0].detach())
         try:
             if self.custom is not None:
                 value, sums = self.custom(batch, output)

@@ -1,10 +1,12 @@
 """Pipelines that run ahead: their default loss is --use-tis; what is older than the bound is not trained."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fusionrl.buffer.rollout_stages import warn_without_log_probs
 from fusionrl.buffer.stream_state import check_bound
@@ -17,7 +19,7 @@ from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.balance import Balance, BatchPlan
 from fusionrl.plan.costs import SequenceCost
 from fusionrl.rollout import weight_versions
-from fusionrl.trainer.steps import check_staleness
+from fusionrl.trainer.steps import check_equal, check_staleness
 from tests.plan.shards import build_shards
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
@@ -142,3 +144,30 @@ def test_a_token_that_passes_the_buffer_is_refused_before_the_step(workers, hf) 
     assert workers.call("state_hashes") == before
     workers.start(config_of(folder))  # one rollout after the other has no bound: a resumed part may be of any age
     assert workers.train([shard], rollout_id=7)["train/skipped"] == 0
+
+
+# --- --bitwise: the trainers' log-probs are the engine's, bit by bit ---
+def test_a_log_prob_that_differs_names_step_sample_and_token() -> None:
+    shard = aged([[7, 7, 7], [7, 7, 7]])
+    engine = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0, -3.0])
+    fields = {"rollout_log_probs": engine, "loss_mask": torch.tensor([1.0, 1, 1, 1, 1, 0])}
+    # The second sample comes first in the micro-batch.
+    sequences, responses = torch.tensor([0, 0, 0, 1, 1, 1]), torch.arange(6)
+    batch: Any = SimpleNamespace(
+        fields=fields, sequences=sequences, responses=responses, samples=[1, 0], response_lengths=[3, 3]
+    )
+    last = engine.clone()
+    last[5] = -9.0  # of a token that is not trained
+    check_equal(shard, "step 1", True, batch, last)
+    other = engine.clone()
+    other[4] = torch.nextafter(other[4], torch.zeros(()))
+    check_equal(shard, "step 1", False, batch, other)  # the weights have moved
+    with pytest.raises(RuntimeError, match=r"--bitwise: step 1: sample 10, token 1 of its.*\(1 of 5 tokens"):
+        check_equal(shard, "step 1", True, batch, other)
+    fields["current"] = torch.tensor([1.0, 1, 1, 1, 0, 1])  # older weights sampled that one
+    check_equal(shard, "step 1", True, batch, other)
+    fields["log_probs"] = engine - torch.tensor([1e-6, 0, 0, 0, 0, 0])
+    with pytest.raises(RuntimeError, match=r"step 2: sample 11, token 0 .*log-prob before the steps"):
+        check_equal(shard, "step 2", False, batch, None)
+    with pytest.raises(RuntimeError, match="no log-probs of the engine"):
+        check_equal(shard, "step 1", True, SimpleNamespace(fields={}), None)  # type: ignore[arg-type]

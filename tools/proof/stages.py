@@ -221,6 +221,25 @@ def _read_refusal(setting: Setting, code: int, output: str) -> Figures:
     return figures
 
 
+def _repeats(*flags: str) -> Callable[[Setting], list[str]]:
+    """The command of two runs with --bitwise."""
+
+    def command(setting: Setting) -> list[str]:
+        run = _run(*flags)(setting)
+        place = run.index("--run-dir")  # each run gets its own
+        run = run[:place] + run[place + 2 :]
+        return [sys.executable, "-m", "tools.proof.repeats", str(setting.folder), *run]
+
+    return command
+
+
+def _read_repeats(setting: Setting, code: int, output: str) -> Figures:
+    if code:
+        raise Failed("a run failed")
+    figures: Figures = json.loads((setting.folder / "repeats.json").read_text())
+    return figures
+
+
 def _parity(setting: Setting) -> list[str]:
     only = "llama TP 2" if setting.rehearses else "TP 2"
     return [
@@ -333,6 +352,13 @@ STAGES = (
         ("adapters of experts",),
         _run(*_COLOCATED, *_ADAPTERS, "auto", model="experts"),
         _read_run(0.1),
+    ),
+    Stage(
+        "repeats",
+        ("a run with `--bitwise` repeats", "the mismatch left with `--bitwise`"),
+        _repeats(*_COLOCATED, "--precision", "bf16", "--rollout-dtype", "bf16"),
+        _read_repeats,
+        limit_s=300.0,  # two runs
     ),
     Stage("kinds", ("windows, sinks and delta nets",), _pytest("tests/trainer/test_gpu_layers.py"), _read_pytest),
     Stage("fp8", ("engines in block-wise fp8",), _pytest("tests/e2e/test_gpu.py", "-k", "fp8"), _read_pytest),
