@@ -11,7 +11,6 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.config.config import FIELDS
-from fusionrl.config.passed_flags import PLAN_FLAGS
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.rollouts import RolloutWriter
 from tests.observe.view_runs import sample
@@ -60,7 +59,7 @@ def test_the_flags_of_a_page_exist(page: str) -> None:
     spans = [span for span in re.findall(r"`([^`]+)`", _BLOCK.sub("", text)) if span.startswith(("--", "fusionrl "))]
     spans += [command for command in commands(text) if " fusionrl " in f" {command}"]
     names = {name for span in spans for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
-    known = {"--" + name.replace("_", "-") for name in FIELDS} | {*PLAN_FLAGS} | OF_OTHER_PROGRAMS
+    known = {"--" + name.replace("_", "-") for name in FIELDS} | OF_OTHER_PROGRAMS
     unknown = {name for name in names if not name.startswith("--sglang-") and name not in known}
     # A switch that is on by itself has its opposite.
     unknown -= {name for name in unknown if name.startswith("--no-") and "--" + name.removeprefix("--no-") in known}

@@ -141,7 +141,7 @@ def test_every_command_has_a_row() -> None:
 
 
 # Flow of docs/internals/reading-path.md → how many files a reader may have to open. Raise no limit: move code.
-# A flow in COMPLETE counts every file that its section names; of the others, those of the numbered steps count.
+# Every file that a flow's section names counts.
 FLOWS = {
     "One prompt becomes a trained token": 35,
     "One flag is declared, checked and used": 10,
@@ -149,7 +149,6 @@ FLOWS = {
     "One reward is chosen and graded": 6,
     "One engine dies and is replaced": 12,
 }
-COMPLETE = FLOWS.keys() - {"One flag is declared, checked and used"}
 _FLOW = re.compile(r"^## (.+) \(at most (\d+) files\)$", re.MULTILINE)
 _STEP = re.compile(r"(\d+)\. `[\w.]+` in `(fusionrl/[\w/]+\.py)`: \S.*\.")
 _NAME_AND_FILE = re.compile(r"`([\w.]+)`(?: and `([\w.]+)`)? in\s+`(fusionrl/[\w/]+\.py)`")
@@ -170,9 +169,7 @@ def test_the_reading_path_names_what_exists_and_stays_short() -> None:
         steps = [(line, _STEP.fullmatch(line)) for line in lines]
         assert not [line for line, step in steps if step is None], "write: N. `name` in `fusionrl/….py`: what it does."
         assert [int(step[1]) for _, step in steps if step] == [*range(1, len(steps) + 1)], title
-        files = {step[2] for _, step in steps if step}
-        if title in COMPLETE:
-            files |= set(re.findall(r"`(fusionrl/[\w/]+\.py)`", text))
+        files = set(re.findall(r"`(fusionrl/[\w/]+\.py)`", text))
         assert 0 < len(files) <= FLOWS[title], f"{title}: {len(files)} files"
 
 

@@ -41,7 +41,7 @@ HOOKS = Path(__file__).resolve().parent / "chaos_hooks.py"
 NUM_GROUPS, NUM_SAMPLES = 4, 2  # prompts of a step, and samples of each
 # Pipeline → staleness at most, rollouts between two pushes.
 PIPELINES = {
-    name: (int(PRESETS[name]["max_staleness"]), int(PRESETS[name]["fetches_per_push"]))
+    name: (int(PRESETS[name]["max_staleness"]), int(PRESETS[name]["update_weights_interval"]))
     for name in ("async", "async-partial", "one-step-off", "stream")
 }
 # The longest delay after a moment's begin: about as long as it takes.

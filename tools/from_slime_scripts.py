@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionrl.checks.validate import validate_flags
+from fusionrl.checks.validate import elsewhere_errors
 from fusionrl.compat.slime.arguments import left_parts, plain, set_apart
 from fusionrl.compat.slime.flags import TABLE
 from fusionrl.compat.slime.script import Launch, read_script
@@ -222,7 +222,7 @@ def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) ->
                     errors.append(str(error))
         claimed = claim_errors(shape, claims) if shape is not None else []
         errors += claimed
-        limits = [text for text in validate_flags(config, None if claimed else shape) if text not in errors]
+        limits = [text for text in elsewhere_errors(config, None if claimed else shape) if text not in errors]
     except CommandLineError as error:
         errors += error.errors
     # What `from-slime` marks as NOT HERE is refused whatever its value is.

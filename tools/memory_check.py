@@ -33,14 +33,14 @@ from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import (
     LONGEST_ROW,
-    ActivationOptions,
     Recompute,
+    TrainingOptions,
     chunk_bytes,
     micro_batch_bytes,
     tower_memory,
 )
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
-from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
+from fusionrl.plan.memory.trainer import StageMemory, trainer_memory
 from fusionrl.plan.trained_parts import adapters_of, frozen_of
 from fusionrl.plan.trainer_plan import trainer_plan
 from tests.tiny_vision import random_image, raw_config
@@ -461,9 +461,9 @@ def measure_tower(kind: str, recompute: str) -> dict[str, Any]:
         features, deep = tower([torch.from_numpy(picture) for picture in pictures])
     patches = sum(columns * rows for columns, rows in sizes)
     measured = sum(part.nbytes for part in (*deep, features)) + sum(storage.nbytes() for storage in saved.values())
-    batch = BatchOptions(patches, 1, max_patches=patches, recomputes_vision=recompute == "blocks")
-    options = ActivationOptions("local", "fp32", True, 64)
-    estimate = tower_memory(shape, TrainerLayout(1), batch, options, frozenset()).kept
+    again = recompute == "blocks"
+    options = TrainingOptions("local", "fp32", True, 64, tokens=patches, max_patches=patches, recomputes_vision=again)
+    estimate = tower_memory(shape, TrainerLayout(1), options, frozenset()).kept
     return {
         "layer": f"{kind}: vision tower",
         "recompute": recompute,
@@ -510,7 +510,7 @@ def measure_layer(case: LayerCase) -> dict[str, Any]:
     longest = max(case.lengths) - 1
     estimate = []
     for num_layers in (first, second):
-        options = ActivationOptions(
+        options = TrainingOptions(
             impl="local",
             precision=case.precision,
             on_cpu=True,
@@ -636,11 +636,19 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
     )
     top = int(np.cumsum([event.nbytes() for event in events]).max())
     recompute, adapters = Recompute.of(passed), adapters_of(config, shape)
-    activations = ActivationOptions("local", "fp32", True, num_tokens, recompute, own_attention=True, adapters=adapters)
-    patches = None if vision is None else num_tokens * vision.merge**2 // 2
-    batch = BatchOptions(num_tokens, count, max_patches=patches)
-    states_of = StateOptions.of("fp32", {}, {})
-    (memory,) = trainer_memory(shape, layout, batch, states_of, activations, passed, frozen)
+    work = TrainingOptions(
+        impl="local",
+        precision="fp32",
+        on_cpu=True,
+        longest=num_tokens,
+        recompute=recompute,
+        own_attention=True,
+        adapters=adapters,
+        tokens=num_tokens,
+        num_micro_batches=count,
+        max_patches=None if vision is None else num_tokens * vision.merge**2 // 2,
+    )
+    (memory,) = trainer_memory(shape, layout, work, StateOptions.of("fp32", {}, {}), passed, frozen)
     # What stands anyway would hide an error of the rest.
     difference = (memory.training - memory.states.on_device) / top - 1
     return {
@@ -688,8 +696,15 @@ def check_published(only: Sequence[str], report: Callable[[dict[str, Any]], None
 
 
 def _published(case: published_peaks.Case) -> tuple[StageMemory, ...]:
-    options = ActivationOptions("transformer_engine", "bf16", False, case.sequence_length)
     tokens = case.sequence_length // case.layout.cp
+    options = TrainingOptions(
+        impl="transformer_engine",
+        precision="bf16",
+        on_cpu=False,
+        longest=case.sequence_length,
+        tokens=tokens,
+        num_micro_batches=case.num_micro_batches,
+    )
     # Transformer Engine's fused cross entropy keeps the logits in bf16 and overwrites them with their gradient: with
     # the output layer's own, 4 bytes a logit. The loss of `trainer/log_probs.py` is not in these figures.
     return tuple(
@@ -697,9 +712,8 @@ def _published(case: published_peaks.Case) -> tuple[StageMemory, ...]:
         for memory in trainer_memory(
             case.shape,
             case.layout,
-            BatchOptions(tokens, num_micro_batches=case.num_micro_batches),
-            StateOptions.of("bf16", {}, {}),
             options,
+            StateOptions.of("bf16", {}, {}),
             {"gradient_accumulation_fusion": True},
         )
     )

@@ -70,9 +70,9 @@ class Row:
         return int(PIPELINES[self.pipeline]["max_staleness"])
 
     @property
-    def fetches_per_push(self) -> int:
+    def update_weights_interval(self) -> int:
         """U, in rollouts."""
-        return int(PIPELINES[self.pipeline]["fetches_per_push"])
+        return int(PIPELINES[self.pipeline]["update_weights_interval"])
 
 
 @dataclass
@@ -158,13 +158,13 @@ def run_row(row: Row, options: argparse.Namespace) -> Outcome:
             outcome.faults = [f"exit code {code}:\n{output[-3000:]}"]
         return outcome
     read_metrics(folder, outcome)
-    samples = saved_samples(folder, row.fetches_per_push)
+    samples = saved_samples(folder, row.update_weights_interval)
     keeps_cache = row.pipeline == "async-partial" and options.in_flight == "in_place"
     outcome.rescored = rescored = rescore(
         samples,
         weights_of(row, folder, options.out / "model"),
         max_staleness=row.max_staleness,
-        fetches_per_push=row.fetches_per_push,
+        update_weights_interval=row.update_weights_interval,
         keeps_cache=keeps_cache,
     )
     outcome.faults = rescored.told() + proves_nothing(outcome)
@@ -199,7 +199,7 @@ def launch(row: Row, folder: Path, options: argparse.Namespace, keeps_weights: b
         *("--update-weight-transport", row.transport, "--run-dir", str(folder)),
         *GENERATION[row.generation],
     ]
-    if row.max_staleness or row.fetches_per_push > 1:
+    if row.max_staleness or row.update_weights_interval > 1:
         flags.append("--use-tis")
     if row.pipeline == "async-partial" and options.in_flight is not None:
         flags += ["--in-flight", options.in_flight]
@@ -230,7 +230,7 @@ def weights_of(row: Row, folder: Path, model: Path) -> dict[int, Path]:
     """Return the weights of every version that engines got: version → Hugging Face folder."""
     if row.transport == "disk":
         return pushed_versions(folder)
-    return checkpoint_versions(folder, model, row.fetches_per_push)
+    return checkpoint_versions(folder, model, row.update_weights_interval)
 
 
 def read_metrics(folder: Path, outcome: Outcome) -> None:

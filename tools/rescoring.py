@@ -78,11 +78,11 @@ class Rescored:
         return self.faults[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
 
 
-def saved_samples(run_dir: Path, fetches_per_push: int = 1) -> list[SavedSample]:
+def saved_samples(run_dir: Path, update_weights_interval: int = 1) -> list[SavedSample]:
     """Return the trained samples of a run; version v of its weights is that after v steps."""
     saved = []
     for file in list_rollouts(run_dir, "train"):
-        trained_by = (file.step - 1) // fetches_per_push * fetches_per_push
+        trained_by = (file.step - 1) // update_weights_interval * update_weights_interval
         for line, row in enumerate(file.rows()):
             saved.append(_sample(row, f"{file.path.name}:{line + 1}", trained_by))
     return saved
@@ -106,7 +106,7 @@ def pushed_versions(run_dir: Path) -> dict[int, Path]:
     return {int(path.name.removeprefix("weight_v")): path for path in (run_dir / "weights").glob("weight_v??????")}
 
 
-def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -> dict[int, Path]:
+def checkpoint_versions(run_dir: Path, model: Path, update_weights_interval: int = 1) -> dict[int, Path]:
     """Convert the checkpoints of a run with --save-interval 1; version 0 is --hf-checkpoint `model`.
 
     Of adapters: the weights with them added.
@@ -118,7 +118,7 @@ def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -
     models = {0: model}
     for checkpoint in sorted((run_dir / "checkpoints").glob("step_??????")):
         version = int(checkpoint.name.removeprefix("step_"))
-        if version % fetches_per_push == 0:
+        if version % update_weights_interval == 0:
             models[version] = run_dir / "versions" / str(version)
             if models[version].is_dir():
                 continue
@@ -136,7 +136,7 @@ def rescore(
     weights: Mapping[int, Path],
     *,
     max_staleness: int,
-    fetches_per_push: int = 1,
+    update_weights_interval: int = 1,
     keeps_cache: bool = False,
     bound: float = BOUND,
 ) -> Rescored:
@@ -147,7 +147,7 @@ def rescore(
     """
     result = Rescored(samples=len(samples))
     for sample in samples:
-        _count(sample, result, weights, max_staleness, fetches_per_push)
+        _count(sample, result, weights, max_staleness, update_weights_interval)
     log_probs = {version: _log_probs_of(samples, version, weights) for version in sorted(weights)}
     differences = []
     for number, sample in enumerate(samples):
@@ -169,7 +169,7 @@ def rescore(
 
 
 def _count(
-    sample: SavedSample, result: Rescored, weights: Mapping[int, Path], max_staleness: int, fetches_per_push: int
+    sample: SavedSample, result: Rescored, weights: Mapping[int, Path], max_staleness: int, update_weights_interval: int
 ) -> None:
     """Count the sample's tokens, and note versions that cannot be."""
     sampled = sample.sampled
@@ -178,7 +178,7 @@ def _count(
     for version in sorted(set(sample.versions[sampled].tolist()) - set(weights)):
         result.faults.append(f"{sample.where}: claims version {version}, which no engine had")
     if len(trained := sample.versions[sample.mask > 0]):
-        staleness = (sample.trained_by - int(trained.min())) // fetches_per_push
+        staleness = (sample.trained_by - int(trained.min())) // update_weights_interval
         result.stale_tokens += int((trained < sample.trained_by).sum())
         result.max_staleness = max(result.max_staleness, staleness)
         if staleness > max_staleness:

@@ -19,7 +19,8 @@ from fusionrl.buffer.sample_files import SampleFiles, TrainedSamples, load_sampl
 from fusionrl.buffer.train_shards import StepStaleness, TrainingSamples, cut
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
-from fusionrl.config.run_parts import corrects_by_default, estimator_of
+from fusionrl.config.pipeline import corrects_by_default
+from fusionrl.config.run_parts import estimator_of
 from fusionrl.data.columns import check_adapter
 from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount
 from fusionrl.data.sample_json import check_rewards, samples_of

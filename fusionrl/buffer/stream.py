@@ -132,7 +132,7 @@ class Stream(ScheduledLoop):
             self._happen(TrainDone())
 
         self._call(note, start=partial(self._when_due, TrainDone()))
-        if self.state.num_trained % self.knobs.fetches_per_push:
+        if self.state.num_trained % self.knobs.update_weights_interval:
             return False
         if isinstance(self._ask(Push, Stop), Stop):
             raise ValueError(self.state.failure)  # no other end comes before a push that is due
@@ -298,7 +298,7 @@ class Stream(ScheduledLoop):
                     await self._teacher.add_log_probs(samples)
                 if ordinal in self._live:
                     # By this version the controller has counted on it.
-                    check_not_older(samples, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
+                    check_not_older(samples, self.state.groups[ordinal].born * self.knobs.update_weights_interval)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_ending or ordinal not in self._live or (task is not None and task.cancelling()):
@@ -323,7 +323,7 @@ class Stream(ScheduledLoop):
             self._drop(Drop(ordinal, "filtered"), refused)
         else:
             self._live[ordinal].finished = samples
-            self._happen(GroupReady(ordinal, oldest_version(samples, self.knobs.fetches_per_push)))
+            self._happen(GroupReady(ordinal, oldest_version(samples, self.knobs.update_weights_interval)))
 
     def _fail(self, ordinal: int, reason: str) -> None:
         """Note that a group cannot be trained: it is retried, or another group replaces it."""

@@ -215,8 +215,9 @@ class BatchStream(Stream):
         """As `Stream`; `call` calls the function of `functions`, and `abort` tells it that the run ends."""
         # A call makes a whole batch, so a lead of half a batch is one of a batch. The function's own limit of
         # requests holds.
-        lead = float(min(math.ceil(knobs.lead), knobs.max_staleness))
-        super().__init__(replace(knobs, lead=lead, max_samples_in_flight=1 << 30), border, source, first_version, saved)
+        lead = float(min(math.ceil(knobs.admission_lead), knobs.max_staleness))
+        knobs = replace(knobs, admission_lead=lead, max_samples_in_flight=1 << 30)
+        super().__init__(knobs, border, source, first_version, saved)
         self._made_by, self._where, self._abort = call, functions.where, abort
         draw, park = partial(self._call, self._draw_groups), partial(self._call, self._park_groups)
         self._permits = AdmissionSource(draw, park, source.hooked, functions.keeps_groups)
@@ -296,7 +297,7 @@ class BatchStream(Stream):
             return True
         batch = self._next_batch()
         is_last = knobs.num_fetches is not None and batch >= knobs.num_fetches
-        return not is_last and batch // knobs.fetches_per_push <= state.version + knobs.lead
+        return not is_last and batch // knobs.update_weights_interval <= state.version + knobs.admission_lead
 
     def _is_starving(self) -> bool:
         if self._answer is None or Fetch not in self._wanted:
@@ -309,7 +310,7 @@ class BatchStream(Stream):
             return []  # the run needs no more
         must_return = self._is_starving() or (self._is_calling and push_is_due(state, knobs))
         if must_return:  # trainers wait for this call: it may start all groups that can be trained in time
-            knobs = replace(knobs, lead=float(knobs.max_staleness))
+            knobs = replace(knobs, admission_lead=float(knobs.max_staleness))
         pending, num_new = list[int](), 0
         for action in engine_actions(state, knobs):
             if isinstance(action, Admit):
@@ -371,7 +372,7 @@ class BatchStream(Stream):
             if out.ordinal not in self.state.groups:
                 continue  # it came too late
             self._live[out.ordinal].parked = copy.deepcopy(group)
-            self._happen(Parked(out.ordinal, oldest_version(group, self.knobs.fetches_per_push)))
+            self._happen(Parked(out.ordinal, oldest_version(group, self.knobs.update_weights_interval)))
         if unreturned:
             self._source.take_in(unreturned)
 
@@ -402,7 +403,7 @@ class BatchStream(Stream):
 
     def _take_group(self, group: list[Sample]) -> None:
         """Take over a group; one that was dropped meanwhile comes too late."""
-        drawn, oldest = self._drawn_groups.take(group), oldest_version(group, self.knobs.fetches_per_push)
+        drawn, oldest = self._drawn_groups.take(group), oldest_version(group, self.knobs.update_weights_interval)
         if drawn is not None and drawn.ordinal not in self.state.groups:
             return
         is_late = drawn is None and self._drawn_groups.is_late(group)
@@ -417,7 +418,7 @@ class BatchStream(Stream):
         failure = why_failed(group, replaces=self._args.failed_samples == "replace")
         if drawn is not None:
             ordinal = drawn.ordinal
-            check_not_older(group, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
+            check_not_older(group, self.state.groups[ordinal].born * self.knobs.update_weights_interval)
         elif failure:  # the function has it from elsewhere, so it cannot be tried again
             self._dropped["failed"] += 1
             return

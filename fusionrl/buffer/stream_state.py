@@ -74,10 +74,10 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
             raise ValueError(f"its groups are {sorted(born)}, and there are samples of {sorted(held)}")
         ages = {}
         for ordinal, group in held.items():
-            oldest = oldest_version(group.finished or group.parked, knobs.fetches_per_push)
+            oldest = oldest_version(group.finished or group.parked, knobs.update_weights_interval)
             if group.finished or oldest is not None:
                 ages[ordinal] = born[ordinal] if oldest is None else min(born[ordinal], oldest)
-        state = State.from_dict(saved["state"], knobs.fetches_per_push, ages)
+        state = State.from_dict(saved["state"], knobs.update_weights_interval, ages)
         for ordinal in [ordinal for ordinal, group in held.items() if not group.finished and not group.blank]:
             # A function had it from elsewhere, and was training on it: it cannot come again.
             apply(state, knobs, Drop(ordinal, "surplus"))
@@ -101,7 +101,7 @@ def fresh_state(knobs: Knobs, num_trained: int) -> State:
     return State(
         ended=EndedGroups(num_groups),
         next_ordinal=num_groups,
-        version=num_trained // knobs.fetches_per_push,
+        version=num_trained // knobs.update_weights_interval,
         num_fetched=num_trained,
         num_trained=num_trained,
     )
@@ -122,7 +122,7 @@ def _unpacked(group: list[dict[str, object]]) -> list[Sample]:
 
 
 def _settings(knobs: Knobs) -> list[int]:
-    return [knobs.groups_per_fetch, knobs.fetches_per_push, knobs.max_staleness, knobs.samples_per_group]
+    return [knobs.groups_per_fetch, knobs.update_weights_interval, knobs.max_staleness, knobs.samples_per_group]
 
 
 METRICS = """
@@ -286,10 +286,10 @@ def reason_of(actions: Iterable[Action]) -> str | None:
     return next((action.reason for action in waits if action.reason), None)
 
 
-def oldest_version(samples: Sequence[Sample], fetches_per_push: int) -> int | None:
+def oldest_version(samples: Sequence[Sample], update_weights_interval: int) -> int | None:
     """Return the controller's version of the oldest token that is trained; None where none is known."""
     oldest = [versions.min() for sample in samples if len(versions := trained_versions(sample))]
-    return int(min(oldest)) // fetches_per_push if oldest else None
+    return int(min(oldest)) // update_weights_interval if oldest else None
 
 
 def trained_versions(sample: Sample) -> np.ndarray:
@@ -323,12 +323,8 @@ def check_not_older(samples: Sequence[Sample], born: int) -> None:
 
 def check_bound(groups: Sequence[Sequence[Sample]], version: int, knobs: Knobs) -> None:
     """Hold every sample and token that is about to be trained to --max-staleness; a function may break it."""
-    num_fetches = knobs.fetches_per_push
     for sample in (sample for group in groups for sample in group):
         versions = trained_versions(sample)
-        if len(versions) and version // num_fetches - versions.min() // num_fetches > knobs.max_staleness:
-            raise HookError(
-                f"--max-staleness {knobs.max_staleness}: sample {sample.index} has a token of version"
-                f" {versions.min()}, and version {version} would train it",
-                [sample],
-            )
+        error = knobs.staleness_error(f"sample {sample.index} has a token", int(versions.min(initial=version)), version)
+        if error is not None:
+            raise HookError(error, [sample])

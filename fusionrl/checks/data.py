@@ -8,6 +8,7 @@ import hashlib
 import heapq
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.imports import quiet
+from fusionrl.base.wording import attempt
 from fusionrl.checks.images import image_text, usable_columns
 from fusionrl.config.config import Config
-from fusionrl.config.run_parts import reads_prompts
+from fusionrl.config.eval_sets import readable_sets
+from fusionrl.config.run_parts import has_own_source, reads_prompts
 from fusionrl.data.columns import LOSS_MASK, TOKENS, PromptColumns, holds_tokens
 from fusionrl.data.findings import Finding, FindingError, Findings
 from fusionrl.data.images import ImageRef
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
     from fusionrl.data.supervised import SupervisedSamples
 
 FEW_ROWS = 1_000  # prompts that are tokenized within a second
+# How chat templates mark turns: <|im_start|>, <|user|>, [INST], <start_of_turn>, <s>.
+_MARK = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|\[/?INST\]|<(?:start|end)_of_turn>|</?s>")
 
 
 def check_prompts(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None = None) -> int:
@@ -112,10 +117,7 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
         errors.append(f"{flag}: {len(weights)} weights for {len(specs)} sets of --prompt-data; give one for each")
     if any(weight <= 0 for weight in weights):
         errors.append(f"{flag}: each must be over 0; leave the other sets out")
-    try:
-        parse_sets(specs)
-    except ValueError as error:
-        errors.append(str(error))
+    if attempt(errors, lambda: parse_sets(specs)) is None:
         return 0
     total, num_errors, files = 0, len(errors), tokenizer_files(config)
     flags = ("--prompt-data", "--input-key")
@@ -180,6 +182,38 @@ def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -
 def _has_template(config: Config) -> bool | None:
     folder = config.model.hf_checkpoint
     return has_chat_template(folder) if folder is not None and Path(folder).is_dir() else None
+
+
+def chat_warnings(config: Config) -> list[str]:
+    """The warning, where the default functions would give text to a model whose tokenizer has a chat template.
+
+    A text that has marks of turns is rendered already, and a user's rollout, generate or data source function may
+    render prompts itself. (A list of messages without --apply-chat-template is an error.)
+    """
+    data, rollout, folder = config.data, config.rollout, config.model.hf_checkpoint
+    functions = (rollout.rollout_function_path, rollout.custom_generate_function_path)
+    is_own = has_own_source(config) or reads_prompts(*functions)
+    is_silent = config.run.mode == "sft" or data.apply_chat_template or config.run.load_debug_rollout_data is not None
+    if is_own or is_silent or folder is None or not Path(folder).is_dir() or not has_chat_template(folder):
+        return []
+    flag, prompt = _first_prompt(config)
+    marks = [token for token in read_tokenizer_files(folder).special_tokens if len(token) > 1]
+    if not isinstance(prompt, str) or _MARK.search(prompt) or any(mark in prompt for mark in marks):
+        return []
+    text = "its prompts are plain text, and the tokenizer of --hf-checkpoint has a chat template"
+    return [f"{flag}: {text}; add --apply-chat-template, or a chat model may never stop (a base model needs none)"]
+
+
+def _first_prompt(config: Config) -> tuple[str, object]:
+    """(the flag, the prompt of its first row); None where there is none, or none that can be read."""
+    sets = [("--prompt-data", path, config.data.input_key) for path in config.data.prompt_data or []]
+    if config.run.mode == "eval":
+        sets = [(f"evaluation set {each.name}", each.path, each.input_key) for each in readable_sets(config)]
+    for flag, path, key in sets[:1]:
+        with contextlib.suppress(ValueError):  # data that cannot be read is an error elsewhere
+            for _, row in read_rows(path, flag):
+                return flag, row.get(key)
+    return "", None
 
 
 @dataclass

@@ -5,18 +5,28 @@ from collections.abc import Mapping
 
 from fusionrl.checks.model import size_errors
 from fusionrl.config.config import Config
-from fusionrl.config.eval_sets import readable_sets, sees_images
-from fusionrl.config.run_parts import estimator_of, has_own_rollout
+from fusionrl.config.eval_sets import EvalSet, readable_sets, sees_images
+from fusionrl.config.run_parts import estimator_of, evaluates_by_default, has_own_rollout
 from fusionrl.models.engine_config import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.hf_folder import check_weight_files, is_megatron_folder
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.rewards.registry import REMOTE, runs_programs
+from fusionrl.rewards.registry import REMOTE, rm_type_errors, runs_programs
 
 
 def reward_errors(config: Config) -> list[str]:
     """List what is wrong with the other flags of a run's reward, and with what is taken off for length."""
     errors: list[str] = []
-    reward, longest = config.reward, config.rollout.rollout_max_response_len
+    run, rollout, reward, algorithm = config.run, config.rollout, config.reward, config.algorithm
+    longest, own_rewards = rollout.rollout_max_response_len, run.mode == "eval" and config.eval.eval_config is not None
+    sources = (  # of a reward; a function or an agent that gives none gets an error
+        *(reward.rm_type, reward.custom_rm_path, has_own_rollout(config)),
+        *(rollout.custom_generate_function_path, rollout.agent_path),
+        algorithm.use_opd and estimator_of(algorithm).role != "prm",
+    )
+    if run.mode != "sft" and not run.debug_train_only and not own_rewards and not any(sources):
+        errors.append(f"a reward is required in --mode {run.mode}: --rm-type or --custom-rm-path")
+    if reward.rm_type and reward.custom_rm_path:
+        errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
     url = reward.rm_url
     is_custom = reward.custom_rm_path is not None  # it may read the address from its args
     if (reward.rm_type == REMOTE) != (url is not None) and not (is_custom and url is not None):
@@ -40,6 +50,16 @@ def reward_errors(config: Config) -> list[str]:
         flag = f"--overlong-buffer-len {reward.overlong_buffer_len}"
         errors.append(f"{flag} is longer than --rollout-max-response-len {longest}; lower it")
     return errors
+
+
+def set_reward_errors(config: Config, eval_set: EvalSet) -> list[str]:
+    """List what is wrong with the reward of a set of --eval-config; that of the flags is checked once."""
+    rm_type, has_own = eval_set.rm_type, eval_set.custom_generate_function_path is not None  # it may set the reward
+    if rm_type is None and eval_set.custom_rm_path is None and not has_own and evaluates_by_default(config):
+        return ["it has no reward; give rm_type or custom_rm_path"]
+    if rm_type == config.reward.rm_type:
+        return []
+    return rm_type_errors("rm_type", rm_type, config.reward.rm_model, eval_set.reward_key, "reward_key")
 
 
 AGENT = "fusionrl.rollout.agent.generate"

@@ -10,6 +10,7 @@ from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD
 from fusionrl.base.wording import attempt
 from fusionrl.buffer.schedule import read_schedule
 from fusionrl.checks.data import check_set, prompt_columns, tokenizer_files
+from fusionrl.checks.rewards import set_reward_errors
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
@@ -21,7 +22,7 @@ from fusionrl.data.sample_fields import GREEDY_BELOW
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.layout import sequence_multiple
 from fusionrl.plan.trained_parts import adapter_folders
-from fusionrl.rewards.registry import LabelCheck, rm_type_errors
+from fusionrl.rewards.registry import LabelCheck
 from fusionrl.rollout.generate_state import sampling_params
 from fusionrl.rollout.sglang_rollout import eval_sampling_params
 
@@ -48,8 +49,6 @@ def rollout_errors(config: Config) -> list[str]:
         )
     if rollout.rollout_ignore_eos and (rollout.rollout_stop or rollout.rollout_stop_token_ids):
         errors.append("--rollout-ignore-eos makes no sense with --rollout-stop or --rollout-stop-token-ids")
-    if reward.rm_type and reward.custom_rm_path:
-        errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
     custom_generate = (rollout.custom_generate_function_path or "").replace(":", ".")
     if custom_generate == SESSIONS and rollout.agent_path is None:
         errors.append(f"--custom-generate-function-path {SESSIONS} runs your agent; name it with --agent-path")
@@ -96,6 +95,12 @@ def replay_errors(config: Config) -> list[str]:
     errors: list[str] = []
     attempt(errors, lambda: read_schedule(Path(record)))
     return errors
+
+
+def agent_warnings(config: Config) -> list[str]:
+    """A text where agents get other answers than they ask for."""
+    free = "answers to a forced tool_choice, a response_format or a grammar may lack the call, or not be JSON"
+    return [f"--agent-free-sampling: {free}"] if config.rollout.agent_free_sampling else []
 
 
 def _fraction_errors(config: Config) -> list[str]:
@@ -228,13 +233,7 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
 
 def _eval_set_errors(config: Config, eval_set: EvalSet) -> list[str]:
     """List what is wrong with a set of --eval-config; flags that it takes over are checked elsewhere."""
-    errors = []
-    has_own = eval_set.custom_generate_function_path is not None  # which may set the reward
-    if evaluates_by_default(config) and eval_set.rm_type is None and eval_set.custom_rm_path is None and not has_own:
-        errors.append("it has no reward; give rm_type or custom_rm_path")
-    if eval_set.rm_type not in (None, config.reward.rm_type):
-        rm_model, key = config.reward.rm_model, eval_set.reward_key
-        errors += rm_type_errors("rm_type", eval_set.rm_type, rm_model, key, "reward_key")
+    errors = set_reward_errors(config, eval_set)
     if eval_set.max_response_len is None:
         errors.append("it has no max_response_len, and --rollout-max-response-len is not given")
     for field in ("custom_rm_path", "custom_generate_function_path"):

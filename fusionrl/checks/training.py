@@ -3,7 +3,14 @@
 from fusionrl.algorithms.estimators import names_where, readers_of
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.run_parts import changes_weights, estimator_of, has_own_rollout, needs_reference, uses_engines
+from fusionrl.config.run_parts import (
+    changes_weights,
+    estimator_of,
+    has_own_rollout,
+    has_policy_loss,
+    needs_reference,
+    uses_engines,
+)
 from fusionrl.models.peft import read_peft
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.trainable import ALL_LINEAR, has_stacks
@@ -50,6 +57,22 @@ def _dpo_errors(config: Config) -> list[str]:
     return errors
 
 
+def schedule_errors(config: Config) -> list[str]:
+    """List what is wrong with the learning rate's schedule, and switches that cannot be off."""
+    train = config.train
+    errors = [
+        f"--no-{name.replace('_', '-')}: it is always so here; leave the flag out"
+        for name in ("use_dynamic_batch_size", "balance_data")
+        if not getattr(train, name)
+    ]
+    if train.lr_warmup_fraction is not None and train.lr_warmup_iters:
+        flags = f"--lr-warmup-fraction {train.lr_warmup_fraction:g} and --lr-warmup-iters {train.lr_warmup_iters}"
+        errors.append(f"{flags} say the same; leave one out")
+    if train.lr_warmup_init > train.lr:
+        errors.append(f"--lr-warmup-init {train.lr_warmup_init:g} is over --lr {train.lr:g}; a warm-up rises to it")
+    return errors
+
+
 def algorithm_warnings(config: Config) -> list[str]:
     """Return a line for each setting that is allowed but probably not meant."""
     a, rollout, reward, warnings = config.algorithm, config.rollout, config.reward, []
@@ -71,6 +94,18 @@ def algorithm_warnings(config: Config) -> list[str]:
             " advantage 0; sample at least 2, or take reinforce_plus_plus, remax or ppo"
         )
     return warnings
+
+
+def context_warnings(config: Config) -> list[str]:
+    """Warn of a function in slime's form under context parallelism, which it may or may not support."""
+    size, paths = config.model.context_parallel_size, vars(config.algorithm)
+    fields = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
+    harm = f"each of the {size} context ranks calls it with whole responses; it must not sum over these ranks itself"
+    return [
+        f"{flag_of(name)} {paths[name]}: with --context-parallel-size {size} {harm}"
+        for name in fields
+        if paths[name] is not None and size > 1 and has_policy_loss(config)
+    ]
 
 
 def _correction_errors(config: Config) -> list[str]:

@@ -48,7 +48,7 @@ COMMANDS: dict[str, str] = {
     "export": "fusionrl.cli.export:run",
     "engines": "fusionrl.cli.engines:run",
     "data": "fusionrl.cli.data:run",
-    "flags": "fusionrl.config.reference:main",
+    "flags": "fusionrl.config.parser:main",
     "from-slime": "fusionrl.compat.slime.command:run",
     "metrics": "fusionrl.observe.glossary:main",
 }

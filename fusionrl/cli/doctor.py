@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
 def _examined(argv: Sequence[str]) -> Examined:
     from fusionrl.base.wording import attempt
     from fusionrl.checks.doctor.examine import Examined
-    from fusionrl.checks.warnings import flag_warnings
+    from fusionrl.checks.validate import flag_warnings
     from fusionrl.cli.device import detect_device
     from fusionrl.cli.resolve import resolve
     from fusionrl.plan.render import open_file_warnings

@@ -5,15 +5,13 @@ from functools import partial
 
 from fusionrl.base.wording import attempt
 from fusionrl.checks.hub import HubError, find_model, is_model_name
-from fusionrl.checks.validate import validate_flags
-from fusionrl.checks.warnings import flag_warnings, run_warnings
+from fusionrl.checks.validate import elsewhere_errors, flag_warnings, run_warnings
 from fusionrl.cli import refuse
 from fusionrl.cli.resolve import not_named_yet, resolve, resume_lines
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
-from fusionrl.config.passed_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
 from fusionrl.models.quantization import BlockFp8, read_described
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster
@@ -26,17 +24,12 @@ def run(argv: Sequence[str]) -> int:
     """Print the plan, for this machine or for a cluster elsewhere; returns the exit code."""
     if {"-h", "--help"} & set(argv):
         build_parser("fusionrl plan").print_help()
-        print("\nflags of `fusionrl plan` alone:")
-        for flag, (values, _, text) in PLAN_FLAGS.items():
-            print(f"  {flag} {values}\n        {text}")
         return 0
-    of_plan, argv, errors = take_plan_flags(argv)
-    if errors:
-        return refuse(errors)
     try:
-        if "--cluster" in of_plan:
-            return plan_elsewhere(argv, of_plan)
-        config, plan = resolve(argv, of_plan)
+        config, errors = read_args(argv, "fusionrl plan")
+        if config.planning.cluster is not None:
+            return plan_elsewhere(config, config.planning.cluster, errors)
+        config, plan = resolve(argv, for_plan=True)
     except CommandLineError as error:
         return refuse(error.errors)
     print_plan(config, plan)
@@ -50,17 +43,15 @@ def print_plan(config: Config, plan: Plan) -> None:
         print(f"resume     {text}")
 
 
-def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
+def plan_elsewhere(config: Config, cluster_flag: str, errors: list[str]) -> int:
     """Print the plan for a cluster elsewhere, and what could not be checked; returns the exit code.
 
-    `argv`: without `plan_flags`, values of PLAN_FLAGS. Raises CommandLineError with every mistake that flags and
-    config.json show.
+    `errors`: of reading the flags. Raises CommandLineError with these, and every mistake that flags and config.json
+    show.
     """
-    config, errors = read_args(argv, "fusionrl plan")
-    cluster = attempt(errors, lambda: Cluster.parse(plan_flags["--cluster"]))
+    cluster = attempt(errors, lambda: Cluster.parse(cluster_flag))
     if cluster is not None:
         config = attempt(errors, partial(on_cluster, config, cluster)) or config
-    imbalance = attempt(errors, lambda: imbalance_of(plan_flags)) or 1.0
     shape, quantization = attempt(errors, partial(_shape, config.model.hf_checkpoint, sees_images(config))) or (
         None,
         None,
@@ -74,7 +65,7 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
         config = config.model_copy(update={"critic": config.critic.model_copy(update={"critic_load": None})})
     if config.prm.prm_load is not None:
         config = config.model_copy(update={"prm": config.prm.model_copy(update={"prm_load": None})})
-    new_errors = validate_flags(config, shape)
+    new_errors = elsewhere_errors(config, shape)
     if config.run.num_epoch is not None and config.run.num_rollout is None:
         # The prompts are elsewhere: the number of steps is not known.
         config = config.model_copy(update={"run": config.run.model_copy(update={"num_epoch": None})})
@@ -84,7 +75,7 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
         raise CommandLineError(errors)
     config = _with_scorers(config)
     make = partial(make_plan, config, shape, device="cuda", num_prompts=0, machine=cluster.machine)
-    plan = attempt(errors, partial(make, quantization=quantization, imbalance=imbalance))
+    plan = attempt(errors, partial(make, quantization=quantization))
     if plan is None:
         raise CommandLineError(errors)
     if plan.layout is not None and config.run.num_rollout is not None:

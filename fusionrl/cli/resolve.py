@@ -17,9 +17,11 @@ from fusionrl.checks.outputs import first_start_warning, profile_errors, profile
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, former_flags, read_args, short_resume_error
-from fusionrl.config.passed_flags import imbalance_of, translate_slime_flags
+from fusionrl.config.passed_flags import translate_slime_flags
 from fusionrl.config.resume_differences import difference_lines
+from fusionrl.config.run import PlanGroup
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.devices import this_machine
 from fusionrl.plan.placement import check_fused_layers
@@ -35,12 +37,15 @@ def not_named_yet(found: Iterable[str], errors: Iterable[str]) -> list[str]:
     return [error for error in found if not named.intersection(_FLAG.findall(error))]
 
 
-def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tuple[Config, Plan]:
-    """Return the checked configuration of a command line, and its plan. `plan_flags`: values of PLAN_FLAGS.
+def resolve(argv: Sequence[str], *, for_plan: bool = False) -> tuple[Config, Plan]:
+    """Return the checked configuration of a command line, and its plan. `for_plan`: of the command `fusionrl plan`.
 
     Raises CommandLineError with every mistake that can be known before anything starts.
     """
     config, errors = read_args(argv)
+    if not for_plan and (of_plan := [name for name in config.given() if name in PlanGroup.model_fields]):
+        cure = "it belongs to `fusionrl plan`, which starts nothing; leave it out"
+        raise CommandLineError([f"{flag_of(name)}: {cure}" for name in of_plan])
     if config.run.resume and (of_folder := resume_folder_errors(config)):
         raise CommandLineError(errors + of_folder)  # most flags may be those of the folder's run
     if short := short_resume_error(argv, config):
@@ -55,7 +60,6 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
     device = attempt(found, lambda: detect_device(config.cluster.device)) or "cpu"
     found += profile_errors(config, device)
     found += plan_errors(config, checked.num_prompts, checked.shape, device)
-    imbalance = attempt(found, lambda: imbalance_of(plan_flags or {})) or 1.0
     errors += not_named_yet(found, errors)
     for text in (*checked.data_warnings, *filter(None, [first_start_warning(config)])):
         print(f"warning: {text}", file=sys.stderr)
@@ -70,7 +74,6 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         num_cores=len(os.sched_getaffinity(0)),
         quantization=checked.quantization,
         machine=this_machine(device),
-        imbalance=imbalance,
         sandbox=checked.sandbox,
     )
     plan = attempt(errors, make)

@@ -31,15 +31,10 @@ def run(argv: Sequence[str]) -> int:
             early_start.prepare(argv)
         # Only now: what reads and checks a command line takes a second to import.
         from fusionrl.config.parser import CommandLineError, build_parser
-        from fusionrl.config.passed_flags import take_plan_flags
 
         if {"-h", "--help"} & set(argv):
             build_parser().print_help()
             return 0
-        of_plan, argv, _ = take_plan_flags(argv)
-        if of_plan:
-            cure = "it belongs to `fusionrl plan`, which starts nothing; leave it out"
-            return refuse(f"{flag}: {cure}" for flag in of_plan)
         _begin(early_start, argv)
         from fusionrl.cli.resolve import resolve
 
@@ -116,7 +111,7 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
 
 def _run_in(run_dir: RunDir, config: Config, plan: Plan, early_start: EarlyStart) -> None:
     """Write what the run is going to do, then run it."""
-    from fusionrl.checks.warnings import run_warnings
+    from fusionrl.checks.validate import run_warnings
     from fusionrl.cli.resolve import resume_lines
     from fusionrl.observe.logs import quiet_libraries, setup_logging
     from fusionrl.observe.progress import Progress

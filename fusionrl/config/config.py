@@ -17,9 +17,9 @@ from pydantic.fields import FieldInfo
 from fusionrl.config.algorithm import AlgorithmGroup, CriticGroup, PrmGroup
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.model import LoraGroup, ModelGroup, TrainGroup, WeightsGroup
+from fusionrl.config.pipeline import PipelineGroup, with_default
 from fusionrl.config.rollout import DataGroup, EvalGroup, RejectSamplingGroup, RewardGroup, RolloutGroup
-from fusionrl.config.run import CheckpointGroup, ClusterGroup, PipelineGroup, RunGroup
-from fusionrl.config.run_parts import with_default
+from fusionrl.config.run import CheckpointGroup, ClusterGroup, PlanGroup, RunGroup
 from fusionrl.config.scopes import Group
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Config(Group):
     weights: WeightsGroup = Field(default_factory=WeightsGroup)
     checkpoint: CheckpointGroup = Field(default_factory=CheckpointGroup)
     reject_sampling: RejectSamplingGroup = Field(default_factory=RejectSamplingGroup)
+    planning: PlanGroup = Field(default_factory=PlanGroup)
     passthrough: PassThrough = Field(default_factory=PassThrough)
 
     @classmethod
@@ -112,7 +113,7 @@ class Config(Group):
         """Build a Config from flat field names. ValueError: an unknown field, or a value that a field does not take.
 
         preset  names of `values` that a preset chose, not the user: `given` leaves them out, and the default of a loss
-                for tokens of older weights (`run_parts`).
+                for tokens of older weights (`pipeline`).
         """
         known = {field: group for group, model in GROUPS.items() for field in model.model_fields}
         unknown = sorted(set(values) - set(known))

@@ -22,8 +22,8 @@ from fusionrl.config import upstream_flags as upstream
 from fusionrl.config.algorithm import with_preset
 from fusionrl.config.config import FIELDS, GROUP_OF, GROUPS, Config, describe_error, inner_type, own_name_error
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.passed_flags import PLAN_FLAGS, FileFlags, empty_passthrough, parse_extra, slime_entry
-from fusionrl.config.run_parts import CORRECTION_READS
+from fusionrl.config.passed_flags import FileFlags, empty_passthrough, parse_extra, slime_entry
+from fusionrl.config.pipeline import CORRECTION_READS
 
 Text: TypeAlias = "str | list[Text] | dict[str, Text] | None"
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -244,8 +244,6 @@ def _take(name: str, setting: Setting, flags: FileFlags) -> None:
         value = _value(name, setting) if _is_wanted(flag_of(name), setting.typed, name in flags.overridden) else None
         if value is not None:
             flags.values[name] = value
-    elif flag_of(name) in PLAN_FLAGS:
-        raise ValueError(f"{key}: it belongs to the command line of `fusionrl plan`: {flag_of(name)}")
     elif name == "config":
         raise ValueError(f"{key}: a config file names no other; leave it out")
     elif name.removeprefix("no_") in FIELDS:

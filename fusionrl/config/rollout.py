@@ -90,9 +90,9 @@ class EvalGroup(Group):
     eval_top_p: float | None = of_eval_engines(None, "As --rollout-top-p, for evaluation.", gt=0, le=1)
     eval_top_k: int | None = of_eval_engines(None, "As --rollout-top-k, for evaluation.", ge=-1)
     eval_max_response_len: int | None = of_eval_engines(None, "As --rollout-max-response-len.", ge=1)
-    eval_num_gpus: int = acting(*map(scopes.needed, (scopes.EVALUATES, scopes.HAS_SETS, scopes.IS_DUE)))(
-        0, "Extra devices for engines that only evaluate. 0: the policy's engines do, and training waits.", ge=0
-    )
+    eval_num_gpus: int = acting(
+        scopes.NEEDS_PROCESSES, *map(scopes.needed, (scopes.EVALUATES, scopes.HAS_SETS, scopes.IS_DUE))
+    )(0, "Extra devices for engines that only evaluate. 0: the policy's engines do, and training waits.", ge=0)
 
     @property
     def has_sets(self) -> bool:
@@ -196,7 +196,7 @@ class RolloutGroup(Group):
     engine_num_threads: int = acting(scopes.ENGINES, scopes.ON_A_CPU)(
         1, "CPU threads of an engine's forward pass, on a CPU.", ge=1
     )
-    use_fault_tolerance: bool = of_engines(
+    use_fault_tolerance: bool = acting(scopes.ENGINES, scopes.NEEDS_PROCESSES)(
         False, "When an engine dies or hangs, continue with the others and restart it (docs/guides/trouble.md)."
     )
     rollout_health_check_interval: float = of_health_checks(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import create_model, field_validator
+from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from fusionrl.config import scopes
 from fusionrl.config.scopes import Group, acting, always, of_engines, of_pushes, of_rl, of_steps, of_trainers
-from fusionrl.pipeline.knobs import PIPELINES, Knobs
+from fusionrl.pipeline.knobs import PIPELINES
 
 # The table decides what the flag takes. A type checker cannot read a Literal of a table.
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ class RunGroup(Group):
     )
     use_tensorboard: bool = always(False, "Write TensorBoard event files into the run folder as well.")
     dry_run: bool = always(False, "Check everything, print the plan and stop before Ray starts.")
-    dashboard: bool = acting(scopes.LOCAL_RAY)(False, "Start Ray's dashboard if this command starts the cluster.")
+    dashboard: bool = acting(scopes.NEEDS_PROCESSES, scopes.LOCAL_RAY)(
+        False, "Start Ray's dashboard if this command starts the cluster."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = always("info", "Level of the log files.")
     log_samples: int = acting(scopes.SCORES)(
         0, "Samples of each rollout to print, a line each: reward, label, answer, prompt (also: `fusionrl show`).", ge=0
@@ -104,7 +106,9 @@ class ClusterGroup(Group):
     """Cluster: devices and placement"""
 
     device: Literal["auto", "cpu", "cuda"] = always("auto", "Device of engines and trainers.")
-    ray_address: str | None = always(None, "Address of a running Ray cluster. Default: start a local one.")
+    ray_address: str | None = acting(scopes.NEEDS_PROCESSES)(
+        None, "Address of a running Ray cluster. Default: start a local one."
+    )
     allow_open_ray: bool = acting(scopes.OTHER_RAY)(
         False, "Join a Ray cluster without token authentication: anyone who reaches it can run code in it."
     )
@@ -160,12 +164,29 @@ class ClusterGroup(Group):
         return value
 
 
+class PlanGroup(Group):
+    """Of `fusionrl plan` alone"""
+
+    cluster: str | None = always(
+        None,
+        "Plan for this cluster instead of this machine: NODESxGPUSxKIND, e.g. 8x8xh200. --hf-checkpoint may be a"
+        " config.json alone, and so may a teacher or a reward model; nothing else is read. docs/guides/check.md has the"
+        " kinds.",
+    )
+    router_imbalance: float = always(
+        1.0,
+        "Mixtures of experts, memory estimate: tokens that the busiest expert-parallel rank gets, for each token of an"
+        " even share.",
+        ge=1,
+    )
+
+
 class CheckpointGroup(Group):
     """Checkpoints"""
 
     save_interval: int | None = of_saves(None, "Rollout steps between checkpoints; without it: the last alone.", ge=1)
     no_save: bool = always(False, "Write no checkpoints at all.")
-    async_save: bool = acting(scopes.SAVES, scopes.TRAINS, scopes.SAVING)(
+    async_save: bool = acting(scopes.NEEDS_PROCESSES, scopes.SAVES, scopes.TRAINS, scopes.SAVING)(
         False, "Write a checkpoint's files while training continues, from a copy in a process of each trainer."
     )
     verify_checkpoints: bool = acting(scopes.SAVES, scopes.CHECKS_SAVES)(
@@ -177,46 +198,6 @@ class CheckpointGroup(Group):
     )
     save_hf: str | None = acting(scopes.TRAINERS, scopes.needed(scopes.STEPS))(
         None, "Folder for the final weights in Hugging Face format, or adapters in PEFT's; {rollout_id} is filled in."
-    )
-
-
-of_stream = acting(scopes.RL, scopes.STREAMED)
-
-
-# The knobs of the controller that a flag sets: each is declared in `Knobs`, with its flag.
-if TYPE_CHECKING:
-    _KnobFlags = Group
-else:
-    _KnobFlags = create_model(
-        "_KnobFlags",
-        __base__=Group,
-        **{
-            declared["flag"]: (
-                knob.type if declared["given"] is not None else knob.type | None,
-                of_stream(declared["given"], declared["help"], ge=declared["least"]),
-            )
-            for knob in fields(Knobs)
-            if (declared := knob.metadata)["flag"]
-        },
-    )
-
-
-class PipelineGroup(_KnobFlags):
-    """Pipeline: how far generation may run ahead of training"""
-
-    sample_timeout: float | None = of_engines(
-        None,
-        "Time limit of a sample, seconds, from its first request to its last token, tools included; a sample over it"
-        " fails and is not trained on. A function that blocks its thread cannot be stopped. Default: none.",
-        gt=0,
-    )
-    failed_samples: Literal["leave-out", "replace"] = of_stream(
-        "leave-out", "Train a group without its failed samples, or replace the whole group (always if all failed)."
-    )
-    replay_schedule: str | None = of_stream(
-        None,
-        "Folder of an earlier run with the same flags: admit, fetch, push and drop groups in its order, which it has"
-        " recorded. Needs --in-flight drain. Default: none.",
     )
 
 

@@ -17,7 +17,6 @@ from pydantic_core import PydanticCustomError
 
 from fusionrl.algorithms.estimators import ACCURACY, LOSSES, NONZERO_STD, PRESETS, names_where, readers_of
 from fusionrl.config import run_parts
-from fusionrl.pipeline.knobs import IN_TURN, PIPELINES
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
@@ -130,10 +129,6 @@ def _corrects_itself(config: Config) -> bool:
 
 CRITIC = needed(of_estimators(*names_where(lambda estimator: estimator.role == "critic")))
 PRM = needed(of_estimators(*names_where(lambda estimator: estimator.role == "prm")))
-STREAMED = Scope(
-    f"without a --pipeline that runs ahead ({', '.join(name for name in PIPELINES if name != IN_TURN)})",
-    run_parts.is_streamed,
-)
 MOVES = Scope("with one optimizer step a rollout (its ratio to the policy that sampled is 1)", _moves)
 NOT_DPO = Scope("with --policy-loss dpo", lambda c: c.algorithm.policy_loss != "dpo")
 DPO = needed(of_losses("dpo_beta"))
@@ -178,6 +173,7 @@ EPOCHS = Scope("with --num-rollout", lambda c: c.run.num_rollout is None)
 COLOCATED = Scope("without --colocate", lambda c: c.cluster.colocate)
 OFFLOADS = Scope("with --offload-train never", lambda c: c.cluster.offload_train != "never")
 PROCESSES = Scope("with --in-process", lambda c: not c.run.in_process)
+NEEDS_PROCESSES = needed(PROCESSES)
 LOCAL_RAY = Scope("with --ray-address", lambda c: c.cluster.ray_address is None)
 OTHER_RAY = Scope("without --ray-address", lambda c: c.cluster.ray_address is not None)
 FAULT_TOLERANCE = Scope("without --use-fault-tolerance", lambda c: c.rollout.use_fault_tolerance, refuses=True)

@@ -66,7 +66,7 @@ def all_fetched(state: State, knobs: Knobs) -> bool:
 
 def push_is_due(state: State, knobs: Knobs) -> bool:
     """Return whether the trainers' weights are a version ahead of the engines'."""
-    return state.num_trained // knobs.fetches_per_push > state.version
+    return state.num_trained // knobs.update_weights_interval > state.version
 
 
 def push_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
@@ -123,7 +123,7 @@ def latecomers(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Group]
 
 def slots_after_fetch(state: State, knobs: Knobs) -> int:
     """Return the groups that this version still trains after the next fetch."""
-    left = knobs.fetches_per_push - state.num_fetched % knobs.fetches_per_push - 1
+    left = knobs.update_weights_interval - state.num_fetched % knobs.update_weights_interval - 1
     return left * knobs.groups_per_fetch
 
 
@@ -135,7 +135,7 @@ def surplus(state: State, knobs: Knobs) -> int:
 
 def base_limit(state: State, knobs: Knobs) -> int:
     """Return how many groups may be committed without spare ones: those of all versions so far, and the lead."""
-    limit = int((state.version + 1 + knobs.lead) * knobs.groups_per_version)
+    limit = int((state.version + 1 + knobs.admission_lead) * knobs.groups_per_version)
     return limit if knobs.num_fetches is None else min(limit, knobs.num_fetches * knobs.groups_per_fetch)
 
 
@@ -212,7 +212,7 @@ def spare_now(state: State, knobs: Knobs) -> int:
 
 
 def version_is_fetched(state: State, knobs: Knobs) -> bool:
-    return state.num_fetched >= (state.version + 1) * knobs.fetches_per_push
+    return state.num_fetched >= (state.version + 1) * knobs.update_weights_interval
 
 
 def _ordinals(groups: Iterable[Group]) -> tuple[int, ...]:
@@ -292,13 +292,13 @@ def _advance(state: State, knobs: Knobs, group: Group, event: GroupEvent) -> Non
         has_tokens = event.oldest is not None
         born = state.version if event.oldest is None else min(group.born, event.oldest)
         update_group(state, event.ordinal, phase="pending", born=born, num_running=0, has_tokens=has_tokens)
-    elif group.num_tries < knobs.max_tries:  # it is sampled again from its prompt
+    elif group.num_tries < knobs.max_group_tries:  # it is sampled again from its prompt
         tries = group.num_tries + 1
         update_group(state, event.ordinal, phase="pending", born=state.version, num_running=0, num_tries=tries)
     else:
         _end(state, event.ordinal, dropped=True)
         state.failures += 1
-        if state.failures == knobs.max_failures_in_row:  # later failures change nothing
+        if state.failures == knobs.max_failed_groups:  # later failures change nothing
             state.failure = f"{state.failures} groups failed one after the other; the last one: {event.reason}"
 
 
@@ -308,8 +308,9 @@ def _lease(state: State, knobs: Knobs, event: Fetch) -> None:
         group = state.groups[ordinal]
         assert group.phase == "ready", group
         # The bound on staleness holds when trainers fetch; they check it again before the optimizer.
-        staleness = event.version - group.born
-        assert staleness <= knobs.max_staleness, f"group {ordinal} is {staleness} versions old"
+        born, version = (push * knobs.update_weights_interval for push in (group.born, event.version))
+        error = knobs.staleness_error(f"group {ordinal} is", born, version)
+        assert error is None, error
     for ordinal in event.ordinals:
         update_group(state, ordinal, phase="leased")
     state.lease = event.ordinals

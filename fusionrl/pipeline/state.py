@@ -37,8 +37,8 @@ class GroupReady:
 
 @dataclass(frozen=True)
 class GroupFailed:
-    """A group cannot be trained; it is retried (up to `Knobs.max_tries`) or dropped. Its samples have ended: no event
-    of this try follows.
+    """A group cannot be trained; it is retried (up to `Knobs.max_group_tries`) or dropped. Its samples have ended: no
+    event of this try follows.
     """
 
     ordinal: int
@@ -237,7 +237,7 @@ class State:
 
     @classmethod
     def from_dict(
-        cls, data: Mapping[str, Any], fetches_per_push: int, saved_ages: Mapping[int, int] | None = None
+        cls, data: Mapping[str, Any], update_weights_interval: int, saved_ages: Mapping[int, int] | None = None
     ) -> State:
         """Return the state of a checkpoint, after the engines have its weights.
 
@@ -251,7 +251,7 @@ class State:
             num_dropped=data["num_dropped"],
             num_spare=data["num_spare"],
             next_ordinal=data["next_ordinal"],
-            version=trained // fetches_per_push,
+            version=trained // update_weights_interval,
             num_fetched=trained,
             num_trained=trained,
             stream_ended=data["stream_ended"],

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fusionrl.algorithms.estimators import Role
-from fusionrl.base.wording import dividing
+from fusionrl.base.wording import attempt, dividing
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup, engine_groups
+from fusionrl.config.pipeline import knobs_of
 from fusionrl.config.run_parts import is_streamed, uses_trainers
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
@@ -21,7 +22,6 @@ from fusionrl.plan.layout import TrainerLayout, model_errors, mtp_errors, sequen
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.memory.states import stage_parameters
-from fusionrl.plan.pipeline_knobs import knobs_of
 from fusionrl.plan.placement import (
     ScorerPlan,
     check_device,
@@ -166,7 +166,6 @@ def make_plan(
     num_cores: int = 1,
     quantization: BlockFp8 | None = None,
     machine: Machine | None = None,
-    imbalance: float = 1.0,
     sandbox: str | None = None,
 ) -> Plan:
     """Work out the plan, and estimate its memory.
@@ -175,10 +174,9 @@ def make_plan(
     quantization  of --hf-checkpoint's weights
     sandbox       the kind that this machine gives, for the plan's text
     machine       what the memory is compared with; None: nothing
-    imbalance     of the experts: what the busiest rank gets, for each token of an even share
     """
     plan = replace(_plan(config, shape, device, num_prompts, num_cores, quantization), sandbox=sandbox)
-    report = memory_report(plan, config, machine, imbalance)
+    report = memory_report(plan, config, machine)
     if report.fits is not False:
         return replace(plan, memory=report)
 
@@ -187,7 +185,7 @@ def make_plan(
             changed_plan = _plan(changed, shape, device, num_prompts, num_cores, quantization)
         except ValueError:  # an impossible layout is not a cure
             return None
-        return memory_report(changed_plan, changed, machine, imbalance, report.push)
+        return memory_report(changed_plan, changed, machine, report.push)
 
     return replace(plan, memory=replace(report, change=least_change(config, shape, try_plan)))
 
@@ -268,15 +266,11 @@ def plan_errors(
     found where --device is auto.
     """
     errors: list[str] = []
-    layout = None
-    try:
-        layout = _layout(config, shape)
-        if layout and shape:
-            errors += _layout_errors(config, layout, shape)
-            if not errors:
-                _check_saved(config, layout, shape)
-    except ValueError as error:
-        errors.append(str(error))
+    layout = attempt(errors, lambda: _layout(config, shape))
+    if layout and shape:
+        errors += _layout_errors(config, layout, shape)
+        if not errors:
+            attempt(errors, lambda: _check_saved(config, layout, shape))
     pieces: list[Callable[[], object]] = [
         lambda: _auxiliary(config, shape, "cpu", 0) if shape and layout else None,
         lambda: adapter_push(config, shape) if shape else None,
@@ -285,14 +279,10 @@ def plan_errors(
         lambda: place_evaluation(config, 0),
         lambda: _batch(config, layout),
         lambda: check_placement(config, device),
+        lambda: _num_rollout(config, num_prompts) if num_prompts else None,
     ]
-    if num_prompts:
-        pieces.append(lambda: _num_rollout(config, num_prompts))
     for piece in pieces:
-        try:
-            piece()
-        except ValueError as error:
-            errors.append(str(error))
+        attempt(errors, piece)
     return list(dict.fromkeys(errors))
 
 

@@ -9,14 +9,14 @@ from fusionrl.config.algorithm import with_preset
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.parser import spell
-from fusionrl.config.run_parts import changes_weights, correction_text, uses_engines
+from fusionrl.config.pipeline import correction_text, describe_knobs
+from fusionrl.config.run_parts import changes_weights, uses_engines
 from fusionrl.models.families import model_rules
 from fusionrl.models.trainable import num_adapter_parameters
 from fusionrl.plan.costs import ImageCost, SequenceCost
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.bars import gib
 from fusionrl.plan.memory.report import training_bytes
-from fusionrl.plan.pipeline_knobs import describe_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push_plan import planned_push
 from fusionrl.plan.trained_parts import adapter_folders, adapter_push, adapters_of, target_modules, trains_tower
@@ -203,7 +203,7 @@ def samples_in_flight(config: Config, plan: Plan) -> int:
     """Return how many samples may be under way at once, by flags and bound."""
     knobs, rollout = plan.knobs, config.rollout
     if knobs is not None:
-        groups = int((1 + knobs.lead) * knobs.groups_per_version) + knobs.spare_groups
+        groups = int((1 + knobs.admission_lead) * knobs.groups_per_version) + knobs.spare_groups
         return min(knobs.max_samples_in_flight, groups * knobs.samples_per_group)
     groups = max(rollout.rollout_batch_size or 0, rollout.over_sampling_batch_size or 0)
     return min(rollout.sglang_server_concurrency * plan.num_engines, groups * rollout.n_samples_per_prompt)

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal
 
+from fusionrl.base.wording import attempt
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
+from fusionrl.config.pipeline import keeps_groups_in_flight
 from fusionrl.config.run_parts import changes_weights, uses_engines, uses_trainers
 from fusionrl.models.families import get_family, model_rules
 from fusionrl.models.shape import ModelShape
@@ -17,7 +19,6 @@ from fusionrl.models.trainable import Adapted, AdapterSpec, base_identity, check
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.costs import ImageCost
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.pipeline_knobs import keeps_groups_in_flight
 from fusionrl.plan.trainer_plan import auxiliary_role
 
 AdapterPush = Literal["adapter", "merged"]
@@ -130,18 +131,15 @@ def adapter_slots(config: Config, knobs: Knobs | None) -> int:
 
     A request keeps the version that it began with, so those in flight have as many as --max-staleness lets them.
     """
-    num_older = _OLDER_IN_FLIGHT if keeps_groups_in_flight(config) else 1
-    num_versions = 1 + (num_older if knobs is None else 1 + knobs.max_staleness) if uses_trainers(config) else 1
+    num_versions = knobs.num_versions if knobs else 1 + (_OLDER_IN_FLIGHT if keeps_groups_in_flight(config) else 1)
+    num_versions = num_versions if uses_trainers(config) else 1
     return len(adapter_folders(config)) * num_versions + 1
 
 
 def vision_errors(config: Config, layout: TrainerLayout, shape: ModelShape) -> list[str]:
     """List what does not go with images, or with what is frozen, one line each. `layout` divides the model."""
     errors: list[str] = []
-    try:
-        frozen_of(config, shape)
-    except ValueError as error:
-        errors.append(str(error))
+    attempt(errors, lambda: frozen_of(config, shape))
     if shape.vision is None:
         return errors
     role, algorithm = auxiliary_role(config), config.algorithm

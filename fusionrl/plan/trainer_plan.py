@@ -10,12 +10,12 @@ from typing import Any, Literal
 from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.model import TrainGroup
+from fusionrl.config.pipeline import knobs_of
 from fusionrl.config.run_parts import changes_weights, estimator_of, is_streamed
 from fusionrl.models.shape import ModelShape
 from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.balance import Balance, BatchPlan
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.pipeline_knobs import knobs_of
 
 Precision = Literal["fp32", "bf16"]
 Impl = Literal["local", "transformer_engine"]

@@ -7,11 +7,11 @@ from typing import Literal
 
 from fusionrl.checks.images import check_settings, image_settings
 from fusionrl.config.config import Config
+from fusionrl.config.pipeline import pause_mode
 from fusionrl.config.run import PROFILES, ProfileOrder, nsys_command
 from fusionrl.config.run_parts import uses_trainers
 from fusionrl.engines.spec import EngineSpec
 from fusionrl.models.engine_config import pushed_arguments
-from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapter_folders, adapter_slots, adapters_of, target_modules
 from fusionrl.runtime.ray_cluster import Bundle
@@ -165,7 +165,7 @@ def policy_server_args(config: Config, plan: Plan, index: int) -> dict[str, obje
     needed = {
         # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
         # A version of an adapter has a prefix cache of its own.
-        "disable_radix_cache": pause_mode(config, plan) == "in_place" and plan.lora_push != "adapter",
+        "disable_radix_cache": pause_mode(config, plan.knobs) == "in_place" and plan.lora_push != "adapter",
         "incremental_streaming_output": config.rollout.stream_responses,  # else each event repeats all tokens so far
     }
     for name in [name for name, is_needed in needed.items() if is_needed]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from fusionrl.config.config import Config
+from fusionrl.config.pipeline import pause_mode
 from fusionrl.observe.spans import phase
-from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push_plan import EngineTarget, plan_feeds
 from fusionrl.plan.trained_parts import adapter_folders, adapters_of, has_several_adapters
@@ -190,7 +190,7 @@ class WeightSync:
     def _transfer_weights(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport
         assert transport is not None
-        push, mode = self._begin_push(version, targets), pause_mode(self._config, self._plan)
+        push, mode = self._begin_push(version, targets), pause_mode(self._config, self._plan.knobs)
         if transport == "disk":
             self._is_written = True
             return push.by_disk(self._local_folder, mode, keep_files=weights.update_weight_disk_keep_files)

@@ -20,7 +20,8 @@ from fusionrl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyL
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.token_advantages import implicit_reward_loss, implicit_rewards
 from fusionrl.config.config import Config
-from fusionrl.config.run_parts import corrects_by_default, policy_loss_name
+from fusionrl.config.pipeline import corrects_by_default
+from fusionrl.config.run_parts import policy_loss_name
 from fusionrl.config.scopes import flags_as
 from fusionrl.trainer.micro_batches import MicroBatch
 from fusionrl.trainer.process_groups import sum_over_context_ranks

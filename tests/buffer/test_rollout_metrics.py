@@ -369,7 +369,7 @@ def test_seconds_go_to_what_holds() -> None:
 
 def test_the_controller_says_what_the_trainers_wait_for() -> None:
     """First too few groups are ready; then enough are, and one that is due is not."""
-    knobs, state = Knobs(groups_per_fetch=1, num_fetches=4, max_staleness=1, lead=1.0), State()
+    knobs, state = Knobs(groups_per_fetch=1, num_fetches=4, max_staleness=1, admission_lead=1.0), State()
     for ordinal in range(2):
         apply(state, knobs, Admitted(ordinal, 1))
     assert reason_of(decide(state, knobs)) == "batch"

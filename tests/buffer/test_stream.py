@@ -49,7 +49,7 @@ class Streaming:
         written = rollout_of_step(Path(self.buffer.run_dir), self.step).path
         rows = [json.loads(line) for line in written.read_text().splitlines()]
         if knobs:
-            every = knobs.fetches_per_push
+            every = knobs.update_weights_interval
             versions = {version for row in rows for version in row.get("weight_versions") or []}
             self.ages |= {step // every - version // every for version in versions}
         return rows
@@ -381,12 +381,12 @@ def test_an_error_while_trainers_work_names_its_samples(stream: Make, call: str)
 
 def test_no_batch_passes_the_bound() -> None:
     """Whatever the controller may think: the last check before the trainers."""
-    knobs = Knobs(groups_per_fetch=1, fetches_per_push=2, max_staleness=1)
+    knobs = Knobs(groups_per_fetch=1, update_weights_interval=2, max_staleness=1)
     sample = Sample(index=7, tokens=[1, 2, 3], response_length=2, weight_versions=[2, 4], loss_mask=[0, 1])
     check_bound([[sample]], 6, knobs)  # the token of version 2 is not trained
     sample.loss_mask = [1, 1]
     check_bound([[sample]], 4, knobs)
-    with pytest.raises(HookError, match=r"--max-staleness 1: sample 7 has a token of version 2, and version 6 would"):
+    with pytest.raises(HookError, match=r"--max-staleness 1: sample 7 has a token of version 2, and rollout 6 would"):
         check_bound([[sample]], 6, knobs)
 
 

@@ -26,7 +26,7 @@ from tests.own_process import wait_until
 __all__ = ["stream"]  # the fixture
 HOOKS = "tests.buffer.batch_hooks"
 ENDING = f"{Path(__file__).with_name('stream_hooks.py')}:Ending"
-STALE = r"--max-staleness 1: sample \d+ has a token of version 0, and version 2 would"
+STALE = r"--max-staleness 1: sample \d+ has a token of version 0, and rollout 2 would"
 PIPELINES = [("stream", 0), ("one-step-off", 1), ("async", 2), ("async-partial", 2)]
 
 

@@ -6,7 +6,7 @@ from unittest.mock import ANY
 import pytest
 
 from fusionrl.checks.training import adapter_errors, adapter_warnings, stack_warnings
-from fusionrl.checks.validate import validate_flags
+from fusionrl.checks.validate import elsewhere_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.models.shape import shape_from_hf_config
@@ -55,7 +55,7 @@ def test_what_goes_with_adapters() -> None:
     delta = "--update-weight-transport disk --update-weight-mode delta --lora-push merged"
     for flags in ("--use-kl-loss --ref-load model", "--advantage-estimator ppo", "--cuda-graph-impl none", delta):
         assert adapter_errors(config_of(*flags.split())) == []
-    assert "without --lora-rank" in " ".join(validate_flags(Config.from_flat({"lora_dropout": 0.1}), SHAPE))
+    assert "without --lora-rank" in " ".join(elsewhere_errors(Config.from_flat({"lora_dropout": 0.1}), SHAPE))
 
 
 def test_adapters_of_folders_are_served_without_trainers() -> None:

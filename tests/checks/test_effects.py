@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.algorithms.estimators import PRESETS
-from fusionrl.checks.warnings import effect_errors, effect_warnings
+from fusionrl.checks.validate import effect_errors, effect_warnings
 from fusionrl.config.algorithm import AlgorithmGroup
 from fusionrl.config.config import GROUP_OF, Config, PassThrough, inner_type
 from fusionrl.config.hooks import SIGNATURES, flag_of

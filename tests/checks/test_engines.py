@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fusionrl.checks.model import engine_size_errors, unserved_errors
-from fusionrl.checks.validate import eval_engine_errors, guest_errors, in_process_errors
-from fusionrl.checks.warnings import effect_errors
+from fusionrl.checks.modes import eval_engine_errors, guest_errors, in_process_errors
+from fusionrl.checks.validate import effect_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.pipeline.knobs import PIPELINES
@@ -72,13 +72,16 @@ def test_one_rank_without_ray_is_fine() -> None:
         ({"actor_num_gpus_per_node": 2}, "one trainer rank, not 2; give --actor-num-nodes 1"),
         ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo trains a critic"),
         ({"pipeline": "async"}, "--pipeline async generates while it trains"),
-        ({"ray_address": "10.0.0.1:6379"}, "--ray-address needs other processes"),
-        *(({flag: True}, " needs other processes") for flag in ("async_save", "use_fault_tolerance", "dashboard")),
-        ({"eval_num_gpus": 1}, "--eval-num-gpus needs other processes"),
+        ({"ray_address": "10.0.0.1:6379"}, "--ray-address 10.0.0.1:6379 has no effect with --in-process; leave it out"),
+        ({"async_save": True}, "--async-save has no effect with --in-process; leave it out"),
+        ({"use_fault_tolerance": True}, "--use-fault-tolerance has no effect with --in-process; leave it out"),
+        ({"dashboard": True}, "--dashboard has no effect with --in-process; leave it out"),
+        ({"eval_num_gpus": 1}, "--eval-num-gpus 1 has no effect with --in-process; leave it out"),
     ],
 )
 def test_what_one_process_cannot_do(values: dict[str, Any], part: str) -> None:
-    (error,) = in_process_errors(Config.from_flat({"in_process": True} | values))
+    config = Config.from_flat({"in_process": True} | values)
+    (error,) = in_process_errors(config) + effect_errors(config)
     assert part in error
     is_alone = "actor_num_gpus_per_node" in values or "pipeline" in values
     assert is_alone == ("--save-debug-rollout-data" in error), "its rollouts may be replayed in one process"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.checks.model import unreadable_errors
-from fusionrl.checks.validate import place_errors
+from fusionrl.checks.modes import place_errors
 from fusionrl.config.config import Config
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.warnings import chat_warnings, context_warnings, flag_warnings, run_warnings, staleness_warnings
+from fusionrl.checks.data import chat_warnings
+from fusionrl.checks.training import context_warnings
+from fusionrl.checks.validate import flag_warnings, run_warnings
 from fusionrl.cli.resolve import resolve
 from fusionrl.config.config import Config
+from fusionrl.config.pipeline import staleness_warnings
 from fusionrl.plan.devices import GIB
 
 Rows, Warnings = Callable[..., Path], Callable[..., list[str]]

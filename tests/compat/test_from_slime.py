@@ -13,7 +13,7 @@ import pytest
 from fusionrl.cli import main
 from fusionrl.compat.slime.command import make_shim, run_launch
 from fusionrl.config.parser import read_args
-from fusionrl.plan.pipeline_knobs import FULLY_ASYNC
+from fusionrl.config.pipeline import FULLY_ASYNC
 
 SCRIPT = """\
 set -ex

@@ -13,7 +13,7 @@ from fusionrl.config.passed_flags import translate_slime_flags
 CODE = """
 import json, sys
 import fusionrl.cli.train, fusionrl.runtime.loops
-from fusionrl.checks.warnings import run_warnings
+from fusionrl.checks.validate import run_warnings
 from fusionrl.cli.resolve import resolve
 
 for argv in json.loads(sys.argv[1]):

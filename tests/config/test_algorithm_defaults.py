@@ -10,7 +10,7 @@ from fusionrl.algorithms.estimators import ESTIMATORS, PRESETS
 from fusionrl.checks.training import algorithm_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, parse_args
-from fusionrl.config.run_parts import correction_text, corrects_by_default
+from fusionrl.config.pipeline import correction_text, corrects_by_default
 from fusionrl.plan.render import preset_flags
 
 RUN = ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "100", "--rollout-batch-size", "8"]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import FIELDS, GROUP_OF, GROUPS, Config
-from fusionrl.config.parser import CommandLineError, read_args
-from fusionrl.config.reference import render_template
+from fusionrl.config.parser import CommandLineError, read_args, render_template
 from fusionrl.observe.run_dir import RunDir
 from tests.config.flag_values import values_of
 
@@ -142,7 +141,6 @@ MISTAKES = (
     ("custom-rm-path: b", "custom-rm-path", "run.yaml:10 already"),
     ("no-colocate: true", "no-colocate", "write colocate: false"),
     ("--seed: 3", "--seed", "write it without the dashes in front: seed"),
-    ("cluster: 8x8xh200", "cluster", "command line of `fusionrl plan`: --cluster"),
     ("config: other.yaml", "config", "names no other"),
     ("name: [a, b]", "--name", "valid string"),
     ('apply-chat-template-kwargs: "{x"', "--apply-chat-template-kwargs {x", "not valid JSON"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
-from fusionrl.config.reference import render_reference
+from fusionrl.config.parser import render_reference
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (FOLDER / "hooks.md").read_text(encoding="utf-8")

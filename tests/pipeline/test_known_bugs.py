@@ -42,7 +42,7 @@ def why(world: World, who: str) -> Wait:
 
 def test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_place() -> None:
     """There, and in AReaL#1722, a straggler holds its slot for ever."""
-    world = world_of("async-partial", max_staleness=1, lead=1.0, num_fetches=10)
+    world = world_of("async-partial", max_staleness=1, admission_lead=1.0, num_fetches=10)
     assert sorted(world.state.groups) == [0, 1, 2, 3]
     finish(world, 1, 2)
     assert train(world) == (1, 2)  # version 0 goes on without group 0, which is due by version 1
@@ -63,7 +63,7 @@ def test_prime_rl_1372_after_a_push_every_free_place_is_filled_at_once() -> None
 
 
 def test_miles_1673_places_are_freed_by_the_sample() -> None:
-    world = world_of("async", samples_per_group=4, max_samples_in_flight=8, num_fetches=10, lead=2.0)
+    world = world_of("async", samples_per_group=4, max_samples_in_flight=8, num_fetches=10, admission_lead=2.0)
     assert sorted(world.state.groups) == [0, 1]
     for ordinal in (0, 0, 1, 1):
         world.happen(SampleDone(ordinal))
@@ -72,7 +72,7 @@ def test_miles_1673_places_are_freed_by_the_sample() -> None:
 
 
 def test_nemo_rl_3938_a_prompt_that_always_fails_is_given_up_and_counted() -> None:
-    world = world_of("on-policy", num_fetches=2, max_tries=3)
+    world = world_of("on-policy", num_fetches=2, max_group_tries=3)
     for _ in range(3):
         assert world.state.groups[0].phase == "running"
         world.happen(GroupFailed(0, "the tool raised"))
@@ -80,7 +80,7 @@ def test_nemo_rl_3938_a_prompt_that_always_fails_is_given_up_and_counted() -> No
 
 
 def test_a_function_that_always_raises_ends_the_run_with_its_words() -> None:
-    world = world_of("async", num_fetches=10, max_failures_in_row=4)
+    world = world_of("async", num_fetches=10, max_failed_groups=4)
     while not world.stopped:
         world.happen(GroupFailed(min(world.state.groups), "ValueError: no such tool"))
     assert "4 groups failed one after the other" in world.stopped.reason
@@ -88,7 +88,7 @@ def test_a_function_that_always_raises_ends_the_run_with_its_words() -> None:
 
 
 def test_nemo_rl_2899_the_end_of_the_data_ends_the_run_and_says_so() -> None:
-    world = world_of("async", num_fetches=10, lead=1.0)
+    world = world_of("async", num_fetches=10, admission_lead=1.0)
     world.happen(StreamEnd())
     finish(world, *sorted(world.state.groups)[:3])
     train(world)
@@ -100,18 +100,18 @@ def test_nemo_rl_2899_the_end_of_the_data_ends_the_run_and_says_so() -> None:
 def test_miles_2030_engines_that_are_faster_fill_no_queue_with_stale_data() -> None:
     """What is ready is bounded by the lead, and so is its age."""
     world = world_of("async-partial", num_fetches=30)
-    most = int((1 + world.knobs.lead) * 2)
+    most = int((1 + world.knobs.admission_lead) * 2)
     for _ in range(20):
         while running := sorted(group.ordinal for group in world.state.of("running")):
             finish(world, *running)
         assert len(world.state.groups) <= most
         train(world)
-    assert max(world.staleness) <= math.ceil(world.knobs.lead) <= world.knobs.max_staleness
+    assert max(world.staleness) <= math.ceil(world.knobs.admission_lead) <= world.knobs.max_staleness
 
 
 def test_nemo_rl_3238_a_straggler_wedges_nothing_at_a_resume() -> None:
     """One of its samples was done at the kill; it begins again, and where it never ends another takes its place."""
-    world = world_of("async", num_fetches=6, save_interval=1, samples_per_group=2, max_tries=1)
+    world = world_of("async", num_fetches=6, save_interval=1, samples_per_group=2, max_group_tries=1)
     finish(world, 1, 2)
     world.happen(SampleDone(0))
     world.happen(TrainDone())
@@ -161,7 +161,7 @@ def test_labs_molt_124_no_tail_straddles_a_push_that_drains() -> None:
 
 def test_verl_7568_and_vllm_54443_a_group_is_as_old_as_its_oldest_token() -> None:
     """The version at its admission says little: engines get weights one after the other."""
-    world = world_of("async-partial", num_fetches=10, lead=1.0)
+    world = world_of("async-partial", num_fetches=10, admission_lead=1.0)
     finish(world, 0, 1)
     train(world)
     (young,) = [group.ordinal for group in world.state.of("running") if group.born == 1][:1]
@@ -196,12 +196,12 @@ def test_trainers_and_engines_of_one_device_work_in_turn() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"lead": 1.0}, "--admission-lead is 1"),
-        ({"max_staleness": 1, "lead": 1.5}, "0 to --max-staleness"),
+        ({"admission_lead": 1.0}, "--admission-lead is 1"),
+        ({"max_staleness": 1, "admission_lead": 1.5}, "0 to --max-staleness"),
         ({"in_flight": "retract"}, "--max-staleness of at least 1"),
         ({"max_staleness": 1, "exclusive": True}, "share devices"),
         ({"max_staleness": 1, "spare_groups": 3}, "give --admission-lead"),
-        ({"fetches_per_push": 0}, "--update-weights-interval is 0"),
+        ({"update_weights_interval": 0}, "--update-weights-interval is 0"),
         ({"num_fetches": 0}, "num_fetches is 0"),
     ],
 )

@@ -16,13 +16,14 @@ def some_knobs(choose: random.Random, **fixed: object) -> Knobs:
     """A pipeline's preset, and anything else at random."""
     values: dict = {**PIPELINES[choose.choice(list(PIPELINES))], "groups_per_fetch": choose.randint(1, 4)}
     values |= {"num_fetches": choose.randint(1, 12), "samples_per_group": choose.randint(1, 3)}
-    values |= {"max_tries": choose.randint(1, 3), "max_samples_in_flight": choose.choice([1, 4, 9, 1000])}
+    values |= {"max_group_tries": choose.randint(1, 3), "max_samples_in_flight": choose.choice([1, 4, 9, 1000])}
     if choose.random() < 0.5:
-        values["fetches_per_push"] = choose.randint(1, 4)
+        values["update_weights_interval"] = choose.randint(1, 4)
     if values["max_staleness"]:
         if choose.random() < 0.5:
             values["max_staleness"] = choose.randint(1, 4)
-            values["lead"] = choose.choice([values["max_staleness"], choose.uniform(0, values["max_staleness"])])
+            most = values["max_staleness"]
+            values["admission_lead"] = choose.choice([most, choose.uniform(0, most)])
     else:
         values["spare_groups"] = choose.choice([0, 0, 1, 4])
         values["exclusive"] = choose.random() < 0.3
@@ -98,8 +99,8 @@ def drain_all(state: State, knobs: Knobs):
     return (Wait("trainers", "", tuple(live)),) if live else (Push(state.version + 1),)
 
 
-def lose_the_unready(cls, data, fetches_per_push, kept=None):
-    state = ORIGINAL(data, fetches_per_push, kept)
+def lose_the_unready(cls, data, update_weights_interval, kept=None):
+    state = ORIGINAL(data, update_weights_interval, kept)
     state.groups = {ordinal: group for ordinal, group in state.groups.items() if group.phase == "ready"}
     return state
 
@@ -109,8 +110,8 @@ def late_for_this_version_only(state: State, knobs: Knobs, left):
     return [group for group in late if group.born + knobs.max_staleness <= state.version]
 
 
-TWO_AHEAD = {"max_staleness": 2, "lead": 2.0, "in_flight": "retract", "at_deadline": "wait", "spare_groups": 0}
-TWO_AHEAD |= {"exclusive": False}
+TWO_AHEAD = {"max_staleness": 2, "admission_lead": 2.0, "in_flight": "retract", "at_deadline": "wait"}
+TWO_AHEAD |= {"spare_groups": 0, "exclusive": False}
 ORIGINAL, LATECOMERS = State.from_dict, controller.latecomers
 NEW_PERMITS, IN_ORDER = controller.new_permits, controller.in_dispatch_order
 MUTANTS = {
@@ -146,7 +147,7 @@ def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, mutant)
             said = what_breaks(seed, label, fixed)
-        if label in said or (label == "I5" and "versions old" in said):  # which is asserted where it matters
+        if label in said or (label == "I5" and "versions later" in said):  # which is asserted where it matters
             whole_run(seed, **fixed)  # all is well without it
             return
     raise AssertionError(f"nobody noticed: {name}")

@@ -145,7 +145,7 @@ class World:
         kept = {
             ordinal: born for ordinal, phase, born, *_ in self.checkpoint["groups"] if phase in ("ready", "running")
         }
-        self.state = State.from_dict(self.checkpoint, self.knobs.fetches_per_push, kept)
+        self.state = State.from_dict(self.checkpoint, self.knobs.update_weights_interval, kept)
         del self.trained[self.num_before :]
         self.settle()
 
@@ -207,8 +207,8 @@ def infeasible(state: State, knobs: Knobs) -> list[str]:
     """Return the versions by which more groups are due than can be trained; [] where any may be dropped."""
     if knobs.at_deadline == "drop":
         return []
-    trained_in_version = state.num_fetched - state.version * knobs.fetches_per_push
-    slots = (knobs.fetches_per_push - trained_in_version) * knobs.groups_per_fetch
+    trained_in_version = state.num_fetched - state.version * knobs.update_weights_interval
+    slots = (knobs.update_weights_interval - trained_in_version) * knobs.groups_per_fetch
     spare = surplus(state, knobs)
     live = [group for group in [*state.unready(), *state.of("ready")] if not group.is_spare]
     problems = []
@@ -228,7 +228,7 @@ def wrong_begin(state: State, knobs: Knobs, action: Started) -> list[str]:
         ready = sorted((group for group in state.of("ready")), key=lambda group: group.order)
         if [group.ordinal for group in ready[: len(groups)]] != list(action.ordinals):
             problems.append(f"I3: fetch of {action.ordinals}, ready are {[group.ordinal for group in ready]}")
-        last = not (state.num_fetched + 1) % knobs.fetches_per_push
+        last = not (state.num_fetched + 1) % knobs.update_weights_interval
         live = [*state.unready(), *state.of("ready")]
         due = [g.ordinal for g in live if g.born + knobs.max_staleness <= state.version and not g.is_spare]
         missed = set(due) - set(action.ordinals)

@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.config.config import Config
-from fusionrl.config.passed_flags import imbalance_of, take_plan_flags
+from fusionrl.config.parser import read_args
 from fusionrl.plan.cluster import Cluster, on_cluster
 from fusionrl.plan.devices import GIB, KINDS
 
@@ -113,15 +113,11 @@ def test_sizes_follow_from_the_cluster() -> None:
             placed("8x8xh200", **values)
 
 
-def test_plan_flags_are_taken_out_of_a_command_line() -> None:
-    argv = ["--lr", "1", "--cluster=2x2xl4", "--seed", "3", "--router-imbalance", "1.5"]
-    values = {"--cluster": "2x2xl4", "--router-imbalance": "1.5"}
-    assert take_plan_flags(argv) == (values, ["--lr", "1", "--seed", "3"], [])
-    assert take_plan_flags(["--cluster", "--lr"])[2] == ["--cluster: it needs a value, NODESxGPUSxKIND"]
-    assert imbalance_of(values) == 1.5
+def test_mistakes_of_the_flags_of_plan() -> None:
+    assert read_args(["--cluster", "--lr", "1"])[1] == ["--cluster: it needs a value"]
     for text in ("0.5", "much", "inf"):
-        with pytest.raises(ValueError, match=f"--router-imbalance {text}"):
-            imbalance_of({"--router-imbalance": text})
+        (error,) = read_args(["--router-imbalance", text])[1]
+        assert error.startswith(f"--router-imbalance {text}: ")
 
 
 def test_the_page_has_every_kind_of_device() -> None:

@@ -12,7 +12,7 @@ from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import GIB, KINDS, Machine, host_memory
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, Recompute, kinds_of, layer_bytes
+from fusionrl.plan.memory.activations import Recompute, TrainingOptions, kinds_of, layer_bytes
 from fusionrl.plan.memory.advice import changes
 from fusionrl.plan.memory.bars import ENGINE_PROCESS, GPU_PROCESS
 from fusionrl.plan.memory.engine import engine_memory, kv_bytes, prefill_chunk, request_bytes, static_fraction
@@ -21,7 +21,6 @@ from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_by
 from fusionrl.plan.memory.trainer import (
     BLOCK_BYTES,
     KEPT_BYTES,
-    BatchOptions,
     block_sizes,
     head_bytes,
     in_flight,
@@ -45,7 +44,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 OFFLOAD = {"optimizer_cpu_offload": True}
 SFT = {"mode": "sft", "rollout_max_response_len": None}
 EIGHT = {"actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8}
-FUSED = ActivationOptions("transformer_engine", "bf16", on_cpu=False, longest=4096)
+FUSED = TrainingOptions("transformer_engine", "bf16", on_cpu=False, longest=4096, tokens=4096)
 
 
 def states(shape: ModelShape, layout: TrainerLayout, options: StateOptions = BF16) -> Any:
@@ -114,7 +113,7 @@ def test_activations_fall_with_tensor_and_grow_with_tokens_but_not_with_context_
     """Tokens are those of one rank: context parallelism does not divide them again."""
 
     def kept(tokens: int = 4096, **sizes: int) -> float:
-        (stage,) = trainer_memory(DENSE, TrainerLayout(8, **sizes), BatchOptions(tokens, 1), BF16, FUSED, {})
+        (stage,) = trainer_memory(DENSE, TrainerLayout(8, **sizes), replace(FUSED, tokens=tokens), BF16, {})
         return stage.activations - stage.head
 
     assert kept(tp=2) == pytest.approx(kept() / 2, rel=0.02)
@@ -123,9 +122,9 @@ def test_activations_fall_with_tensor_and_grow_with_tokens_but_not_with_context_
 
 def test_recompute_as_megatrons_flags_say() -> None:
     def kept(**fields: Any) -> tuple[float, float]:
-        options = replace(FUSED, recompute=Recompute.of(fields))
-        batch = BatchOptions(4096, 1, chunk_size=1)  # the loss is not what needs most
-        (stage,) = trainer_memory(DENSE, TrainerLayout(1), batch, BF16, options, fields)
+        # The loss is not what needs most.
+        options = replace(FUSED, recompute=Recompute.of(fields), chunk_size=1)
+        (stage,) = trainer_memory(DENSE, TrainerLayout(1), options, BF16, fields)
         return (stage.activations - stage.head) / 4096 - 8, stage.transient
 
     none, full, by_two = kept(), kept(**FULL), kept(**FULL | {"recompute_num_layers": 2})
@@ -149,9 +148,9 @@ def test_the_loss_never_keeps_all_logits() -> None:
     width, num_kept = block_sizes(8192, 2048, 151936)
     assert 4 * 8192 * width == 2 * BLOCK_BYTES  # a block is as wide as the hidden states
     assert 4 * 8192 * width * num_kept == KEPT_BYTES
-    assert head_bytes(BatchOptions(8192, 1), QWEN3_30B, 151936, FUSED)[0] < 0.2 * GIB
-    custom = BatchOptions(8192, 1, whole_logits=True)
-    (stage,) = trainer_memory(QWEN3_30B, TrainerLayout(1), custom, BF16, FUSED, {})
+    options = replace(FUSED, tokens=8192)
+    assert head_bytes(QWEN3_30B, 151936, options)[0] < 0.2 * GIB
+    (stage,) = trainer_memory(QWEN3_30B, TrainerLayout(1), replace(options, whole_logits=True), BF16, {})
     assert stage.head > 4 * 8192 * 151936
 
 
@@ -436,8 +435,8 @@ def test_a_model_that_only_sglang_knows(raw: dict[str, Any] | None, reason: str,
 def test_gradients_that_are_added_in_place_leave_placeholders() -> None:
     """As Transformer Engine adds them; local layers, which cannot, keep the largest gradient on its way."""
 
-    def sizes(options: ActivationOptions, **fields: Any) -> Any:
-        return trainer_memory(DENSE, TrainerLayout(1), BatchOptions(64, 1), BF16, options, fields)
+    def sizes(options: TrainingOptions, **fields: Any) -> Any:
+        return trainer_memory(DENSE, TrainerLayout(1), replace(options, tokens=64), BF16, fields)
 
     local, fusion = replace(FUSED, impl="local"), {"gradient_accumulation_fusion": True}
     assert sizes(FUSED) != sizes(FUSED, **fusion) and sizes(local) == sizes(local, **fusion)

@@ -1,14 +1,13 @@
 """The knobs of a run, and what does not go together with them."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fusionrl.config.config import Config
+from fusionrl.config.pipeline import FULLY_ASYNC, describe_knobs, knobs_of, pause_mode, stream_errors
 from fusionrl.config.run_parts import is_streamed
 from fusionrl.pipeline.knobs import PIPELINES
-from fusionrl.plan.pipeline_knobs import FULLY_ASYNC, describe_knobs, knobs_of, pause_mode, stream_errors
 
 
 def config(pipeline: str = "async", **values: Any) -> Config:
@@ -20,7 +19,7 @@ WORKER = {"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0]}
 
 
 def mode_of(config: Config) -> str:
-    return pause_mode(config, SimpleNamespace(knobs=knobs_of(config, 3, 2) if is_streamed(config) else None))
+    return pause_mode(config, knobs_of(config, 3, 2) if is_streamed(config) else None)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -34,11 +33,13 @@ def test_a_preset_is_its_knobs(name: str) -> None:
 def test_each_flag_changes_its_knob() -> None:
     given = {"max_staleness": 5, "admission_lead": 2.5, "update_weights_interval": 3, "in_flight": "in_place"}
     knobs = knobs_of(config(**given, at_deadline="drop", max_samples_in_flight=7), None, 1)
-    assert (knobs.max_staleness, knobs.lead, knobs.fetches_per_push, knobs.in_flight) == (5, 2.5, 3, "in_place")
+    assert {name: getattr(knobs, name) for name in given} == given
     assert (knobs.at_deadline, knobs.max_samples_in_flight, knobs.num_fetches) == ("drop", 7, None)
     parts = ("at most 5", "lead 2.5", "every 3 rollouts", "in_place", "drop", "7 samples")
     assert all(part in describe_knobs(knobs) for part in parts)
-    assert knobs_of(config("one-step-off", max_staleness=0, in_flight="drain"), None, 1).lead == 0.0, "with the bound"
+    assert knobs_of(config("one-step-off", max_staleness=0, in_flight="drain"), None, 1).admission_lead == 0.0, (
+        "with the bound"
+    )
 
 
 @pytest.mark.parametrize(

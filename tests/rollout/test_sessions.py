@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 import fusionrl.rollout.sessions.session as session_module
-from fusionrl.checks.warnings import agent_warnings
+from fusionrl.checks.rollout import agent_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample

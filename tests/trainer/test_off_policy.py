@@ -73,7 +73,7 @@ def test_that_is_warned_of_once(values, is_warned: bool, monkeypatch: pytest.Mon
 
 
 # --- the bound on staleness, at the optimizer ---
-KNOBS = Knobs(groups_per_fetch=4, max_staleness=2, lead=0.5)
+KNOBS = Knobs(groups_per_fetch=4, max_staleness=2, admission_lead=0.5)
 
 
 def aged(versions: list[list[int]], masks: list[list[int]] | None = None) -> TrainShard:
@@ -108,7 +108,7 @@ def test_tokens_that_are_not_trained_may_be_older() -> None:
 
 def test_versions_are_pushes_not_rollouts() -> None:
     """With a push after four rollouts, rollout 7 is of the second version, and so are tokens named 4 to 7."""
-    stream = Knobs(groups_per_fetch=4, fetches_per_push=4)
+    stream = Knobs(groups_per_fetch=4, update_weights_interval=4)
     check(aged([[4, 4, 4], [4, 4, 4]]), knobs=stream)
     with pytest.raises(HookError, match="1 versions later"):
         check(aged([[4, 4, 4], [4, 0, 4]]), knobs=stream)

@@ -23,10 +23,10 @@ import psutil
 
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
+from fusionrl.config.pipeline import pause_mode
 from fusionrl.engines.router import Router
 from fusionrl.models.shape import read_model_shape
 from fusionrl.pipeline.knobs import IN_TURN
-from fusionrl.plan.pipeline_knobs import pause_mode
 from fusionrl.plan.plan import make_plan
 from tools.bench.lengths import Lengths
 
@@ -239,7 +239,7 @@ class PacedRun:
     def __init__(self, setting: Setting, row: Row, buffer: BufferActor, engines: Engines) -> None:
         self._setting, self._row, self._buffer, self._engines = setting, row, buffer, engines
         self._is_streamed = row.pipeline != IN_TURN
-        self._mode = pause_mode(buffer.config, buffer.plan)
+        self._mode = pause_mode(buffer.config, buffer.plan.knobs)
         self._mean = setting.lengths.mean() * setting.batch
         self.steps: list[Step] = []
         self.probe = LoopProbe()

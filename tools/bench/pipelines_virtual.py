@@ -14,8 +14,6 @@ from fusionrl.pipeline.state import Admit, Admitted, Drop, Fetch, GroupReady, Pu
 from tools.bench.engine_model import Company, Machine, PacedBatch, Request
 from tools.bench.pipelines_paced import BATCHES_AFTER, Row, Setting
 
-_FLAGS = {"admission_lead": "lead"}
-
 
 @dataclass
 class Totals:
@@ -35,14 +33,14 @@ class VirtualRun:
 
     def __init__(self, setting: Setting, row: Row, num_steps: int) -> None:
         self._setting, self._row = setting, row
-        preset = PIPELINES[row.pipeline] | {_FLAGS.get(name, name): value for name, value in row.flags.items()}
+        preset = PIPELINES[row.pipeline] | row.flags
         per_engine = int(setting.max_running / setting.weight)
         self.knobs = Knobs(
             groups_per_fetch=setting.prompts // row.parts,
             samples_per_group=setting.samples,
             max_samples_in_flight=per_engine * setting.engines,
             num_fetches=(num_steps + BATCHES_AFTER) * row.parts,
-            **{**preset, "fetches_per_push": row.parts},  # type: ignore[arg-type]  # of the types that presets have
+            **{**preset, "update_weights_interval": row.parts},
         )
         self.state, self.now, self.pushes = State(), 0.0, list[Totals]()
         machine, company = Machine(gpus=setting.gpus), Company(setting.weight, setting.engines)

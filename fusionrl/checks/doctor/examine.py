@@ -10,29 +10,8 @@ from typing import TYPE_CHECKING
 
 from fusionrl.base.imports import quiet
 from fusionrl.checks.data import prompt_columns
+from fusionrl.checks.doctor import machine, nodes, probes
 from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
-from fusionrl.checks.doctor.machine import (
-    address_findings,
-    core_findings,
-    disk_findings,
-    gpu_findings,
-    limit_findings,
-    memory_findings,
-    network_findings,
-    shared_memory_findings,
-)
-from fusionrl.checks.doctor.nodes import import_findings, package_findings, torch_findings
-from fusionrl.checks.doctor.probes import (
-    end_findings,
-    image_findings,
-    label_findings,
-    prompt_findings,
-    reward_findings,
-    template_findings,
-    tokenizer_findings,
-    weight_findings,
-    written_answers,
-)
 from fusionrl.checks.outputs import disks_of_run
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
@@ -77,20 +56,17 @@ def machine_findings(examined: Examined, options: Options) -> list[Finding]:
     """Check packages and the machine."""
     config, plan = examined.config, examined.plan
     needs_engines = config is None or uses_engines(config)
-    findings = [*package_findings(needs_engines), *torch_findings(examined.device)]
+    findings = [*nodes.package_findings(needs_engines), *nodes.torch_findings(examined.device)]
     if options.deep:
-        findings += import_findings()
-    if examined.device == "cuda":
-        findings += gpu_findings()
+        findings += nodes.import_findings()
     num_ranks = plan.layout.world_size if plan is not None and plan.layout is not None else 0
     num_processes = num_ranks + (plan.num_engines if plan is not None else 0)
-    findings += [*shared_memory_findings(), *limit_findings(), *memory_findings(plan), *core_findings(num_processes)]
-    findings += network_findings()
-    findings += disk_findings(*disks_of_run(config, plan))
+    findings += machine.node_findings(plan, examined.device, num_processes)
+    findings += machine.disk_findings(*disks_of_run(config, plan))
     if config is not None and config.cluster.ray_address and ":" in config.cluster.ray_address:
-        findings += address_findings("ray", "--ray-address", config.cluster.ray_address)
+        findings += machine.address_findings("ray", "--ray-address", config.cluster.ray_address)
     if config is not None and config.reward.rm_url:
-        findings += address_findings("reward", "--rm-url", config.reward.rm_url)
+        findings += machine.address_findings("reward", "--rm-url", config.reward.rm_url)
     return findings
 
 
@@ -123,7 +99,7 @@ def run_findings(examined: Examined, options: Options) -> list[Finding]:
         return []
     findings: list[Finding] = []
     if options.deep:
-        findings += weight_findings(Path(folder))
+        findings += probes.weight_findings(Path(folder))
     try:
         from fusionrl.data.tokenizer import load_tokenizer
 
@@ -142,22 +118,22 @@ def _probes(config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase, opti
     uses_template = config.data.apply_chat_template or config.run.mode == "sft"
     has_template = bool(getattr(tokenizer, "chat_template", None))
     kwargs = (config.data.apply_chat_template_kwargs or {}) if uses_template and has_template else None
-    findings = tokenizer_findings(tokenizer, plan.shape.vocab_size) + image_findings(config, tokenizer)
-    findings += [] if kwargs is None else template_findings(tokenizer, kwargs)
+    findings = probes.tokenizer_findings(tokenizer, plan.shape.vocab_size) + probes.image_findings(config, tokenizer)
+    findings += [] if kwargs is None else probes.template_findings(tokenizer, kwargs)
     if uses_engines(config) and not config.rollout.rollout_ignore_eos:
-        findings += end_findings(tokenizer, config, plan.shape.vocab_size, kwargs)
+        findings += probes.end_findings(tokenizer, config, plan.shape.vocab_size, kwargs)
     if not generates(config) or config.run.load_debug_rollout_data is not None:
         return findings
     rows = probe_rows(config, tokenizer)
     if not rows:
         return findings
     if isinstance(rows[0].prompt, str):
-        findings += prompt_findings(tokenizer, rows[0].prompt)
-    answers = written_answers(config, rows, options.gold)
-    findings += label_findings(tokenizer, answers, config.rollout.rollout_max_response_len)
+        findings += probes.prompt_findings(tokenizer, rows[0].prompt)
+    answers = probes.written_answers(config, rows, options.gold)
+    findings += probes.label_findings(tokenizer, answers, config.rollout.rollout_max_response_len)
     args = config.to_args(**plan.answers)
     args.eval_datasets = eval_sets(args)
-    return [*findings, *reward_findings(config, args, rows, options.gold)]
+    return [*findings, *probes.reward_findings(config, args, rows, options.gold)]
 
 
 def probe_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

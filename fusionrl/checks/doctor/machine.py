@@ -29,6 +29,18 @@ FEWEST_FILES, FEWEST_PROCESSES = 4096, 1024
 SMALL_SHM, NO_SHM = 1 * GIB, 256 * 2**20
 
 
+def node_findings(plan: Plan | None, device: str, num_processes: int = 0) -> list[Finding]:
+    """Look at all of these but the disks. `num_processes`: those of a run that are busy here."""
+    return [
+        *(gpu_findings() if device == "cuda" else []),
+        *shared_memory_findings(),
+        *limit_findings(),
+        *memory_findings(plan),
+        *core_findings(num_processes),
+        *network_findings(),
+    ]
+
+
 def shared_memory_findings(folder: Path = ROOT / "dev/shm") -> list[Finding]:
     """Look at /dev/shm, where Ray keeps rollouts and where weights go to engines."""
     try:

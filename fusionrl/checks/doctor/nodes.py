@@ -26,15 +26,7 @@ from fusionrl.base.environment import child_environment
 from fusionrl.base.sockets import collective_interfaces
 from fusionrl.base.wording import counted
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
-from fusionrl.checks.doctor.machine import (
-    core_findings,
-    disk_findings,
-    gpu_findings,
-    limit_findings,
-    memory_findings,
-    network_findings,
-    shared_memory_findings,
-)
+from fusionrl.checks.doctor.machine import disk_findings, node_findings
 from fusionrl.checks.outputs import temporary_folder
 from fusionrl.plan.plan import Plan
 
@@ -81,10 +73,7 @@ class NodeDoctor:
 
     def look(self, order: Order) -> NodeReport:
         """Examine this node."""
-        findings = [*shared_memory_findings(), *limit_findings(), *memory_findings(order.plan), *core_findings(0)]
-        findings += [*network_findings(), *disk_findings(temporary_folder(), {})]
-        if order.device == "cuda":
-            findings += gpu_findings()
+        findings = [*node_findings(order.plan, order.device), *disk_findings(temporary_folder(), {})]
         missing = [flag for flag, folder in order.folders.items() if not Path(folder).exists()]
         return NodeReport(installed_versions(), missing, findings)
 

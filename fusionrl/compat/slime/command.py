@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusionrl.checks.validate import validate_flags
+from fusionrl.checks.validate import elsewhere_errors
 from fusionrl.cli import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
 from fusionrl.compat.slime.arguments import custom_file, left_parts, plain, quoted, set_apart, written_file
@@ -33,7 +33,7 @@ from fusionrl.compat.slime.script import Launch, Script, read_script
 from fusionrl.compat.slime.translate import accepted_notes, translate
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
-from fusionrl.plan.pipeline_knobs import FULLY_ASYNC
+from fusionrl.config.pipeline import FULLY_ASYNC
 from fusionrl.sandbox import allow_weak
 
 SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
@@ -244,7 +244,7 @@ def _to_change(argv: Sequence[str], written: Sequence[str] = ()) -> list[str]:
     config, errors = read_args(known)
     unknown = [*written, *(part for word in argv for part in left_parts(word))]
     bad = [error for error in errors if not any(part in error for part in unknown)]
-    return [*bad, *not_named_yet(validate_flags(config, None), errors)]
+    return [*bad, *not_named_yet(elsewhere_errors(config, None), errors)]
 
 
 def _is_ahead(program: str, argv: Sequence[str]) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from fusionrl.models.families import model_rules
 from fusionrl.models.kinds import Attention, Mlp, RankSizes
@@ -26,9 +25,6 @@ from fusionrl.models.vision import VisionShape
 from fusionrl.plan.layout import TrainerLayout, passed
 from fusionrl.plan.memory.states import joined_bytes, low_bytes
 from fusionrl.plan.trainer_plan import WIDTHS, Impl
-
-if TYPE_CHECKING:
-    from fusionrl.plan.memory.trainer import BatchOptions
 
 LONGEST_ROW = 512
 """Tokens of a sequence up to which our own attention on a CPU (`cpu/row_functions.py`) is the faster one, as
@@ -64,8 +60,8 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class ActivationOptions:
-    """The sizes that decide how large a layer's kept tensors are.
+class TrainingOptions:
+    """The settings that decide how much memory a training step takes, apart from the states.
 
     impl       see above
     precision  "fp32" or "bf16"
@@ -77,6 +73,10 @@ class ActivationOptions:
     cells      places in the local attention's padded calls for each token
     is_padded  sequences of different lengths: they are copied into the padded calls
     adapters   that are trained in place of the weights
+    tokens     of a micro-batch on one rank: --max-tokens-per-gpu; chunk_size: --log-probs-chunk-size
+    num_micro_batches  of an optimizer step, at most
+    entropy_grad       the entropy is a part of the loss; whole_logits: a custom loss, with all logits in memory
+    max_patches        --max-patches-per-gpu; recomputes_vision: each block of a tower is computed again in backward
     """
 
     impl: Impl
@@ -90,6 +90,13 @@ class ActivationOptions:
     cells: float = 1.0
     is_padded: bool = False
     adapters: AdapterSpec | None = None
+    tokens: int = 1
+    num_micro_batches: int = 1
+    chunk_size: int | None = None
+    entropy_grad: bool = False
+    whole_logits: bool = False
+    max_patches: int | None = None
+    recomputes_vision: bool = True
 
     @property
     def width(self) -> int:
@@ -119,7 +126,7 @@ def kinds_of(shape: ModelShape, layers: Sequence[int]) -> list[tuple[Attention, 
 
 
 def layer_bytes(
-    shape: ModelShape, layout: TrainerLayout, options: ActivationOptions, kinds: tuple[Attention, Mlp]
+    shape: ModelShape, layout: TrainerLayout, options: TrainingOptions, kinds: tuple[Attention, Mlp]
 ) -> float:
     """Bytes a token that one layer of these kinds keeps, without full recompute."""
     rank, hidden = options.rank_sizes(layout), shape.hidden_size
@@ -142,7 +149,7 @@ def layer_bytes(
 
 
 def chunk_bytes(
-    shape: ModelShape, layout: TrainerLayout, options: ActivationOptions, layers: Sequence[int]
+    shape: ModelShape, layout: TrainerLayout, options: TrainingOptions, layers: Sequence[int]
 ) -> tuple[float, float]:
     """(bytes a token that a forward pass through `layers` keeps, bytes of what a recomputed piece of it needs at once).
 
@@ -168,7 +175,7 @@ def chunk_bytes(
 
 
 def micro_batch_bytes(
-    shape: ModelShape, layout: TrainerLayout, options: ActivationOptions, layers: Sequence[int]
+    shape: ModelShape, layout: TrainerLayout, options: TrainingOptions, layers: Sequence[int]
 ) -> float:
     """Bytes that a forward pass through `layers` keeps whatever its tokens; recomputed pieces keep none."""
     if options.adapters is None or options.recompute.is_full:
@@ -204,18 +211,14 @@ def pass_bytes(vision: VisionShape, patches: float, width: int) -> float:
     return patches * (4 * vision.patch_dim + vision.kept_values * width)
 
 
-def tower_memory(
-    shape: ModelShape, layout: TrainerLayout, batch: BatchOptions, options: ActivationOptions, frozen: Set[str]
-) -> TowerMemory:
+def tower_memory(shape: ModelShape, layout: TrainerLayout, options: TrainingOptions, frozen: Set[str]) -> TowerMemory:
     """Memory of the tower where a micro-batch is full of images; nothing of a model that sees none."""
     vision = shape.vision
     if vision is None:
         return TowerMemory()
     width, split, of_token = options.width, layout.tp if options.sequence_parallel else 1, vision.merge**2
-    tokens = batch.tokens
-    patches = min(
-        max(of_token * tokens // split, _LEAST_PATCHES), of_token * tokens, batch.max_patches or of_token * tokens
-    )
+    most = of_token * options.tokens
+    patches = min(max(most // split, _LEAST_PATCHES), most, options.max_patches or most)
     rules = [rule for rule in model_rules(shape).values() if rule.is_vision]
     trained = sum(prod(rule.sizes) for rule in rules if rule.megatron not in frozen)
     features = patches / of_token * shape.hidden_size * (1 + len(vision.deepstack)) * width
@@ -223,10 +226,10 @@ def tower_memory(
     block, forward = patches * vision.kept_values * width, pass_bytes(vision, patches, width)
     ends = 5 * vision.hidden_size + 20 + 2.5 * vision.hidden_size * len(vision.deepstack)  # of the mergers above all
     if not trained:
-        cache = min(features * batch.num_micro_batches, KEPT_FEATURES)
+        cache = min(features * options.num_micro_batches, KEPT_FEATURES)
         return TowerMemory(features, cache, forward=forward)
     kept, again = features + patches * width * (ends + vision.patch_dim), block / 2
-    if batch.recomputes_vision:
+    if options.recomputes_vision:
         kept, again = kept + patches * width * vision.hidden_size * vision.num_layers, float(block)
     else:
         kept += block * vision.num_layers

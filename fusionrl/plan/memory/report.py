@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.pipeline import pause_mode
 from fusionrl.config.run_parts import needs_reference
 from fusionrl.models.families import model_rules
 from fusionrl.models.shape import ModelShape
@@ -17,7 +18,7 @@ from fusionrl.models.trainable import AdapterSpec
 from fusionrl.plan.balance import BatchPlan
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, Recompute
+from fusionrl.plan.memory.activations import Recompute, TrainingOptions
 from fusionrl.plan.memory.bars import (
     Bar,
     Group,
@@ -31,8 +32,7 @@ from fusionrl.plan.memory.bars import (
 )
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory, scorer_memory
 from fusionrl.plan.memory.states import Bytes, StateOptions, served_bytes, stage_parameters, state_bytes
-from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, even_stages, trainer_memory
-from fusionrl.plan.pipeline_knobs import pause_mode
+from fusionrl.plan.memory.trainer import StageMemory, even_stages, trainer_memory
 from fusionrl.plan.placement import ScorerRole
 from fusionrl.plan.push_plan import BUFFERS, planned_push
 from fusionrl.plan.trained_parts import adapter_folders, adapter_slots, adapters_of, frozen_of
@@ -161,15 +161,12 @@ def _described(engine: EngineMemory) -> str:
     )
 
 
-def memory_report(
-    plan: Plan, config: Config, machine: Machine | None, imbalance: float = 1.0, push: float | None = None
-) -> MemoryReport:
+def memory_report(plan: Plan, config: Config, machine: Machine | None, push: float | None = None) -> MemoryReport:
     """The estimate of `plan`, whose own `memory` is not read.
 
-    imbalance  of the experts, see `ActivationOptions`
-    push       bytes of a weight push, where they are known; to work them out takes seconds for a large model
+    push  bytes of a weight push, where they are known; to work them out takes seconds for a large model
     """
-    groups = _groups(plan, config, machine is None or machine.has_fused_layers, imbalance)
+    groups = _groups(plan, config, machine is None or machine.has_fused_layers)
     engine_parts = _beside_engines(plan, config, groups)
     engine = _engine(plan, config, machine, engine_parts)
     if push is None:
@@ -185,14 +182,14 @@ def memory_report(
     return MemoryReport(of_devices, of_hosts, engine, machine, longest, push, scorers)
 
 
-def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float) -> list[Group]:
+def _groups(plan: Plan, config: Config, has_fused_layers: bool) -> list[Group]:
     if plan.layout is None:
         return []
     a, is_rl = config.algorithm, config.run.mode == "rl"
     # Without its adapters the policy is the reference.
     uses_reference = needs_reference(a) and not config.lora.lora_rank
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
-    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
+    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers)
     waiting, spec = 0.0, adapters_of(config, plan.shape)
     if spec is not None and (count := len(adapter_folders(config))) > 1:  # copies that take turns in the model
         states = training_bytes(plan, config, spec)
@@ -202,7 +199,7 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     if auxiliary is not None:
         role_config = auxiliary_config(config, auxiliary.role)
         sizes = auxiliary.shape, auxiliary.layout, auxiliary.batch
-        memories = _stages(plan, role_config, *sizes, has_fused_layers, imbalance)
+        memories = _stages(plan, role_config, *sizes, has_fused_layers)
         groups.append(Group(auxiliary.role, memories, auxiliary.bundles, int(auxiliary.role == "prm")))
     return groups
 
@@ -214,7 +211,6 @@ def _stages(
     layout: TrainerLayout,
     batch: BatchPlan | None,
     has_fused_layers: bool,
-    imbalance: float,
 ) -> tuple[StageMemory, ...]:
     passed, on_cpu = config.passthrough, plan.device == "cpu"
     impl = layer_impl(config.model.transformer_impl, plan.device, has_fused_layers, plan.precision)
@@ -224,7 +220,8 @@ def _stages(
         # A step of few short samples never fills its micro-batches.
         tokens = min(tokens, -(-num_samples * longest_sample(config, shape) // layout.cp))
     packs = config.train.micro_batch_size != 1
-    activations = ActivationOptions(
+    is_rl, algorithm, train = config.run.mode == "rl", config.algorithm, config.train
+    options = TrainingOptions(
         impl=impl,
         precision=plan.precision,
         on_cpu=on_cpu,
@@ -233,18 +230,19 @@ def _stages(
         is_padded=packs,
         recompute=Recompute.of(passed.transformer),
         sequence_parallel=passed.transformer.get("sequence_parallel", True) is not False,
-        imbalance=imbalance,
+        imbalance=config.planning.router_imbalance,
         own_attention=on_cpu and bounds_samples(config) and not passed.transformer.get("attention_dropout"),
         adapters=adapters_of(config, shape),
+        tokens=tokens,
+        num_micro_batches=max(num_samples, 1),  # at most: each has a sample
+        chunk_size=train.log_probs_chunk_size,
+        entropy_grad=is_rl and algorithm.entropy_coef > 0,
+        whole_logits=is_rl and algorithm.loss_type == "custom_loss",
+        max_patches=train.max_patches_per_gpu,
+        recomputes_vision=train.vision_recompute,
     )
-    custom = config.run.mode == "rl" and config.algorithm.loss_type == "custom_loss"
-    # At most: a sample a micro-batch.
-    entropy_grad = config.run.mode == "rl" and config.algorithm.entropy_coef > 0
-    chunk_size = config.train.log_probs_chunk_size
-    of_images = config.train.max_patches_per_gpu, config.train.vision_recompute
-    options = BatchOptions(tokens, max(num_samples, 1), chunk_size, entropy_grad, custom, *of_images)
     states = StateOptions.of(plan.precision, passed.optimizer, passed.ddp)
-    return trainer_memory(shape, layout, options, states, activations, passed.transformer, frozen_of(config, shape))
+    return trainer_memory(shape, layout, options, states, passed.transformer, frozen_of(config, shape))
 
 
 def _beside_engines(plan: Plan, config: Config, groups: list[Group]) -> list[tuple[str, float]]:
@@ -273,7 +271,7 @@ def _engine(
     sizes = [len(bundles) for bundles in plan.engine_bundles]
     group = plan.group_of(sizes.index(min(sizes)))
     args = config.passthrough.sglang | (group.server_args if group is not None else {})
-    if pause_mode(config, plan) == "in_place":
+    if pause_mode(config, plan.knobs) == "in_place":
         args["disable_radix_cache"] = True
     return engine_memory(
         plan.shape,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import (
-    ActivationOptions,
     TowerMemory,
+    TrainingOptions,
     chunk_bytes,
     kinds_of,
     layer_bytes,
@@ -15,19 +15,6 @@ from fusionrl.plan.memory.activations import (
     tower_memory,
 )
 from fusionrl.plan.memory.states import Bytes, StageParameters, StateOptions, stage_parameters, state_bytes
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """The work of a rank at one time."""
-
-    tokens: int  # of a micro-batch on one rank: --max-tokens-per-gpu
-    num_micro_batches: int  # of an optimizer step, at most
-    chunk_size: int | None = None  # --log-probs-chunk-size
-    entropy_grad: bool = False  # the entropy is a part of the loss
-    whole_logits: bool = False  # a custom loss: all logits are in memory
-    max_patches: int | None = None  # --max-patches-per-gpu
-    recomputes_vision: bool = True  # each block of a vision tower is computed again in backward
 
 
 @dataclass(frozen=True)
@@ -72,9 +59,8 @@ def even_stages(layout: TrainerLayout, num_layers: int) -> list[list[int]]:
 def trainer_memory(
     shape: ModelShape,
     layout: TrainerLayout,
-    batch: BatchOptions,
+    options: TrainingOptions,
     states: StateOptions,
-    activations: ActivationOptions,
     transformer: Mapping[str, object],
     frozen: Set[str] = frozenset(),
 ) -> tuple[StageMemory, ...]:
@@ -84,10 +70,10 @@ def trainer_memory(
     frozen       Megatron names of parameters that are not trained
     """
     stages = stage_layers(layout, shape.num_layers, transformer) or even_stages(layout, shape.num_layers)
-    counted = stage_parameters(shape, layout, stages, frozen, activations.adapters)
-    tower = tower_memory(shape, layout, batch, activations, frozen)
+    counted = stage_parameters(shape, layout, stages, frozen, options.adapters)
+    tower = tower_memory(shape, layout, options, frozen)
     return tuple(
-        _stage(shape, layout, batch, states, activations, transformer, stage, layers, parameters, tower)
+        _stage(shape, layout, options, states, transformer, stage, layers, parameters, tower)
         for stage, (layers, parameters) in enumerate(zip(stages, counted, strict=True))
     )
 
@@ -95,25 +81,24 @@ def trainer_memory(
 def _stage(
     shape: ModelShape,
     layout: TrainerLayout,
-    batch: BatchOptions,
+    options: TrainingOptions,
     states: StateOptions,
-    activations: ActivationOptions,
     transformer: Mapping[str, object],
     stage: int,
     layers: Sequence[int],
     parameters: StageParameters,
     tower: TowerMemory,
 ) -> StageMemory:
-    tokens, is_last = batch.tokens, stage == layout.pp - 1
-    width, split = activations.width, layout.tp if activations.sequence_parallel else 1
+    tokens, is_last = options.tokens, stage == layout.pp - 1
+    width, split = options.width, layout.tp if options.sequence_parallel else 1
     size = -(-len(layers) // layout.vpp)
     chunks = [layers[start : start + size] for start in range(0, len(layers), size)]
-    sizes = [chunk_bytes(shape, layout, activations, chunk) for chunk in chunks]
-    flying = in_flight(layout, stage, batch.num_micro_batches)
+    sizes = [chunk_bytes(shape, layout, options, chunk) for chunk in chunks]
+    flying = in_flight(layout, stage, options.num_micro_batches)
     # The inputs of a stage: token ids, or hidden states of the stage before, and the rotary table.
     entry = 8.0 if stage == 0 else 0.0
     of_layers = tokens * (sum(each for each, _ in sizes) + entry)
-    of_layers += micro_batch_bytes(shape, layout, activations, layers)
+    of_layers += micro_batch_bytes(shape, layout, options, layers)
     saved = of_layers * flying
     live = tokens * max((again for _, again in sizes), default=0.0)
     images = tower.kept * flying + tower.cached if stage == 0 else 0.0
@@ -124,23 +109,23 @@ def _stage(
         # The last norm keeps its input and the normalised copy; the loss of the micro-batch that is worked on.
         head = tokens * (8 * shape.hidden_size + 4) / split
         if not shape.value_head:
-            head_kept, head_now = head_bytes(batch, shape, rows, activations)
+            head_kept, head_now = head_bytes(shape, rows, options)
             head += head_kept
             if shape.mtp_layers:
-                further, again = _further(shape, layout, activations)
+                further, again = _further(shape, layout, options)
                 head += shape.mtp_layers * (head_kept + tokens * further)
                 live = max(live, tokens * again)
     # Backward has the gradients of gate, up and their product at once, where a layer is widest.
-    rank = activations.rank_sizes(layout)
+    rank = options.rank_sizes(layout)
     layer_now = live + tokens * 3 * width * max(mlp.widest(shape, rank) for mlp in set(shape.mlp))
     table = rows * shape.hidden_size  # of the embedding, and of the output layer
-    largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
+    largest, placeholders = _weight_gradients(states, options, parameters, transformer, table, is_last)
     layer_now += largest
     if stage == 0:  # the tower's backward comes last
         layer_now = max(layer_now, tower.again - of_layers, tower.flat - saved)
     transient_of = "head" if head_now > layer_now else "layer"
     # Without gradients a layer's tensors are given back as soon as they have been used: at most all of them.
-    widths = (layer_bytes(shape, layout, activations, kinds) for kinds in set(kinds_of(shape, layers)))
+    widths = (layer_bytes(shape, layout, options, kinds) for kinds in set(kinds_of(shape, layers)))
     scoring = tokens * max(widths, default=0.0)
     return StageMemory(
         stage=stage,
@@ -156,7 +141,7 @@ def _stage(
     )
 
 
-def _further(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> tuple[float, float]:
+def _further(shape: ModelShape, layout: TrainerLayout, options: TrainingOptions) -> tuple[float, float]:
     """(bytes a token that one layer of multi-token prediction keeps, bytes of what it computes again in backward)."""
     rank = options.rank_sizes(layout)
     hidden = shape.hidden_size / rank.split
@@ -166,27 +151,27 @@ def _further(shape: ModelShape, layout: TrainerLayout, options: ActivationOption
     return (2 * hidden * rank.width, kept) if options.recompute.is_full else (kept, 0.0)
 
 
-def head_bytes(batch: BatchOptions, shape: ModelShape, rows: int, options: ActivationOptions) -> tuple[float, float]:
+def head_bytes(shape: ModelShape, rows: int, options: TrainingOptions) -> tuple[float, float]:
     """(bytes that the loss keeps from forward to backward, bytes that it needs for a moment).
 
     Kept: the hidden states [T, h], some of the logits, the tokens' positions and targets (int64), log-sum-exp and
     entropy (fp32). For a moment: two blocks of logits in forward; in backward one (two with the entropy's gradient),
     the gradient of its input in fp32, and that of the output layer's weights, unless these are frozen.
     """
-    tokens, hidden = batch.tokens, shape.hidden_size
-    if batch.whole_logits:  # in fp32, and so is their gradient; a softmax between them
+    tokens, hidden = options.tokens, shape.hidden_size
+    if options.whole_logits:  # in fp32, and so is their gradient; a softmax between them
         return 4.0 * tokens * rows, 8.0 * tokens * rows
-    columns, num_kept = block_sizes(tokens, hidden, rows, batch.chunk_size)
+    columns, num_kept = block_sizes(tokens, hidden, rows, options.chunk_size)
     kept = tokens * (hidden * options.width + 4 * min(num_kept * columns, rows) + 8 + 8 + 4 + 4)
     block = 4 * tokens * columns
-    backward = (1 + batch.entropy_grad) * block + 4 * tokens * hidden
+    backward = (1 + options.entropy_grad) * block + 4 * tokens * hidden
     backward += 0 if options.adapters is not None else options.width * rows * hidden
     return kept, max(2 * block, backward)
 
 
 def _weight_gradients(
     states: StateOptions,
-    options: ActivationOptions,
+    options: TrainingOptions,
     parameters: StageParameters,
     transformer: Mapping[str, object],
     table: int,
