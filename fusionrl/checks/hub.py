@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fusionrl.base.imports import quiet
 from fusionrl.base.wording import install_hint
-from fusionrl.config.config import GROUP_OF, Config
+from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.data.rows import SUFFIXES, choose_split, find_splits
 from fusionrl.models.hf_folder import check_weight_files
@@ -42,7 +42,7 @@ def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config,
     with_weights  False: config and tokenizer are enough
     """
     needs_weights = with_weights and not config.model.debug_random_weights
-    names = {field: getattr(getattr(config, GROUP_OF[field]), field) for field in CHECKPOINTS}
+    names = {field: config.value(field) for field in CHECKPOINTS}
     finds: dict[str, Callable[[], object]] = {
         field: partial(find_model, name, flag_of(field), needs_weights)
         for field, name in names.items()
@@ -58,8 +58,7 @@ def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config,
     errors: list[str] = []
     for field, find in finds.items():
         try:
-            group = getattr(config, GROUP_OF[field]).model_copy(update={field: find()})
-            config = config.model_copy(update={GROUP_OF[field]: group})
+            config = config.changed(**{field: find()})
         except HubError as error:
             errors.append(str(error))
     return config, errors

@@ -72,8 +72,8 @@ def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str
 
     Without --rollout-max-response-len a prompt needs room for one token of a response.
     """
-    data = config.data.model_copy(update={"prompt_data": [spec]})
-    config, positions = config.model_copy(update={"data": data, "eval": EvalGroup()}), _positions(config, shape)
+    config = config.changed(prompt_data=[spec]).model_copy(update={"eval": EvalGroup()})
+    positions = _positions(config, shape)
     if config.rollout.rollout_max_response_len is not None:
         errors = [error.removeprefix("--prompt-data ") for error in _sample_errors(config, positions)]
         return _explained(errors, shape)

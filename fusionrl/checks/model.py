@@ -14,7 +14,7 @@ from pathlib import Path
 from fusionrl.base import cpu_wing
 from fusionrl.base.wording import attempt, dividing, install_hint
 from fusionrl.checks.hub import CHECKPOINTS, TOKENIZERS
-from fusionrl.config.config import GROUP_OF, Config
+from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.config.eval_sets import sees_images
 from fusionrl.config.hooks import flag_of
@@ -32,7 +32,7 @@ def unreadable_errors(config: Config) -> list[str]:
     """List model folders, and files in them, that the user who starts the run may not read."""
     errors = []
     for field in CHECKPOINTS:
-        flag, folder = flag_of(field), getattr(getattr(config, GROUP_OF[field]), field)
+        flag, folder = flag_of(field), config.value(field)
         if folder is None or not os.path.isdir(folder):
             continue
         may_enter = os.access(folder, os.R_OK | os.X_OK)
@@ -275,8 +275,8 @@ def _refusal(build: Callable[[Config], object], config: Config) -> str | None:
 
 
 def _without(config: Config, kind: str, name: str) -> Config:
-    fields = {key: value for key, value in getattr(config.passthrough, kind).items() if key != name}
-    return config.model_copy(update={"passthrough": config.passthrough.model_copy(update={kind: fields})})
+    passed = getattr(config.passthrough, kind)
+    return config.changed(**{kind: {key: value for key, value in passed.items() if key != name}})
 
 
 def _flag(name: str, value: object) -> str:

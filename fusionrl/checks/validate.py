@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fusionrl.base.wording import attempt
 from fusionrl.checks import data, images, lengths, model, modes, outputs, rewards, rollout, training
-from fusionrl.config.config import FIELDS, GROUP_OF, Config
+from fusionrl.config.config import FIELDS, Config
 from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of, hook_paths
 from fusionrl.config.parser import spell
 from fusionrl.config.passed_flags import slime_notes
@@ -138,7 +138,7 @@ def effect_errors(config: Config) -> list[str]:
     """Return a line for each value, not the default, that does nothing for want of a flag without which it is wrong."""
     errors = []
     for field, info in FIELDS.items():
-        value = getattr(getattr(config, GROUP_OF[field]), field)
+        value = config.value(field)
         missing = next((scope for scope in scopes_of(info) if scope.refuses and not scope.holds(config)), None)
         if missing is not None and value != info.get_default(call_default_factory=True):
             cure = "add that, or leave it out" if missing.missing.startswith("without") else "leave it out"

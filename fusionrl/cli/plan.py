@@ -1,6 +1,7 @@
 """`fusionrl plan`: check the flags of a run and print its plan; nothing is started."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from fusionrl.base.wording import attempt
@@ -62,13 +63,13 @@ def plan_elsewhere(config: Config, cluster_flag: str, errors: list[str]) -> int:
     # These flags name folders of the cluster; other trainers than the actor's are taken for models of its shape.
     # A copy that sets a field counts as given by the user, so only what is there is taken out.
     if config.critic.critic_load is not None:
-        config = config.model_copy(update={"critic": config.critic.model_copy(update={"critic_load": None})})
+        config = config.changed(critic_load=None)
     if config.prm.prm_load is not None:
-        config = config.model_copy(update={"prm": config.prm.model_copy(update={"prm_load": None})})
+        config = config.changed(prm_load=None)
     new_errors = elsewhere_errors(config, shape)
     if config.run.num_epoch is not None and config.run.num_rollout is None:
         # The prompts are elsewhere: the number of steps is not known.
-        config = config.model_copy(update={"run": config.run.model_copy(update={"num_epoch": None})})
+        config = config.changed(num_epoch=None)
     new_errors += plan_errors(config, 0, shape, "cuda") if cluster else []
     errors += not_named_yet(new_errors, errors)
     if errors or shape is None or cluster is None:
@@ -102,13 +103,9 @@ def _with_scorers(config: Config) -> Config:
 
     A name that cannot be had stays: its memory is then not estimated.
     """
-    for group, field in (("reward", "rm_model"), ("algorithm", "opd_teacher_load")):
-        name = getattr(getattr(config, group), field)
-        if name is None or not is_model_name(name):
-            continue
-        try:
-            folder = find_model(name, flag_of(field), only_config=True)
-        except HubError:
-            continue
-        config = config.model_copy(update={group: getattr(config, group).model_copy(update={field: folder})})
+    for field in ("rm_model", "opd_teacher_load"):
+        name = config.value(field)
+        if name is not None and is_model_name(name):
+            with suppress(HubError):
+                config = config.changed(**{field: find_model(name, flag_of(field), only_config=True)})
     return config

@@ -115,17 +115,29 @@ class Config(Group):
         preset  names of `values` that a preset chose, not the user: `given` leaves them out, and the default of a loss
                 for tokens of older weights (`pipeline`).
         """
-        known = {field: group for group, model in GROUPS.items() for field in model.model_fields}
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(set(values) - set(GROUP_OF))
         if unknown:
             raise ValueError(f"unknown configuration fields: {', '.join(unknown)}")
         nested: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
         for name, value in values.items():
-            nested[known[name]][name] = value
+            nested[GROUP_OF[name]][name] = value
         config = cls(**nested, passthrough=passthrough or PassThrough())
         for name in preset:
-            getattr(config, known[name]).model_fields_set.discard(name)
+            getattr(config, GROUP_OF[name]).model_fields_set.discard(name)
         return with_default(config)
+
+    def value(self, field: str) -> Any:
+        """Return the value of a flag by its field's name."""
+        return getattr(getattr(self, GROUP_OF[field]), field)
+
+    def changed(self, **values: object) -> Config:
+        """Return a copy with these values of flags, or of what is passed through by kind; they count as given."""
+        groups: dict[str, dict[str, object]] = {}
+        for name, value in values.items():
+            groups.setdefault(GROUP_OF.get(name, "passthrough"), {})[name] = value
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update=fields) for name, fields in groups.items()}
+        )
 
     def given(self) -> list[str]:
         """The fields that the user set, in the order of the groups."""

@@ -365,7 +365,7 @@ def _without_defaults(values: dict[str, object], passed: Collection[str]) -> dic
         config, group = default, GROUP_OF[name]
         if name in reads:
             config = Config.from_flat(with_preset({key: reads[key] for key in reads if key != name}))
-        is_default = getattr(GROUPS[group](**{name: value}), name) == getattr(getattr(config, group), name)
+        is_default = getattr(GROUPS[group](**{name: value}), name) == config.value(name)
         if name not in _OF_ONE_START and (name in passed or not is_default):
             chosen[name] = value
     return chosen

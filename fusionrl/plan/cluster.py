@@ -12,7 +12,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import serving_groups
 from fusionrl.config.run_parts import estimator_of, uses_trainers
 from fusionrl.plan.devices import KINDS, Machine
-from fusionrl.plan.trainer_plan import auxiliary_role, role_flag
+from fusionrl.plan.trainer_plan import auxiliary_role
 
 _SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)
 
@@ -95,7 +95,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
         update["actor_num_gpus_per_node"] = each
     elif "actor_num_gpus_per_node" not in set_fields:
         update["actor_num_gpus_per_node"] = cluster.num_gpus
-    return config.model_copy(update={"cluster": flags.model_copy(update=update)})
+    return config.changed(**update)
 
 
 def _num_other_devices(config: Config) -> int:
@@ -107,7 +107,7 @@ def _num_other_devices(config: Config) -> int:
         count += algorithm.opd_teacher_num_gpus
     role = auxiliary_role(config)
     if role is not None:
-        count += role_flag(config, role, "num_gpus") or 0
+        count += config.value(f"{role}_num_gpus") or 0
     return count
 
 
@@ -123,7 +123,7 @@ def not_checked(config: Config, unread: Collection[str] = ()) -> list[str]:
     if config.model.ref_load is not None:
         unchecked.append("reference model")
     role = estimator_of(config.algorithm).role
-    if role is not None and role_flag(config, role, "load") is not None:
+    if role is not None and config.value(f"{role}_load") is not None:
         unchecked.append(f"--{role}-load (taken for a model of --hf-checkpoint's shape)")
     return [*unchecked, "host memory, driver, network and disks of the nodes"]
 

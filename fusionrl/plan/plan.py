@@ -49,7 +49,6 @@ from fusionrl.plan.trainer_plan import (
     auxiliary_role,
     layer_impl,
     precision_or,
-    role_flag,
     trainer_precision,
     trainer_threads,
 )
@@ -291,8 +290,8 @@ def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> Au
     role = auxiliary_role(config)
     if role is None:
         return None
-    role_config, load = auxiliary_config(config, role), role_flag(config, role, "load")
-    count = role_flag(config, role, "num_gpus")
+    role_config, load = auxiliary_config(config, role), config.value(f"{role}_load")
+    count = config.value(f"{role}_num_gpus")
     try:
         shape = read_model_shape(load, f"--{role}-load") if load else shape.trunk
         layout = _checked_layout(role_config, shape, count)

@@ -5,7 +5,7 @@ Each rule is here once, for the plan and for a trainer without one.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
@@ -98,40 +98,29 @@ def auxiliary_role(config: Config) -> Role | None:
     return estimator_of(config.algorithm).role if config.run.mode == "rl" else None
 
 
-def role_flag(config: Config, role: Role, name: str) -> Any:
-    """The value of a flag that both roles have, --critic-… or --prm-…."""
-    return getattr(getattr(config, role), f"{role}_{name}")
-
-
 def auxiliary_config(config: Config, role: Role) -> Config:
     """The configuration as these trainers read it: their own sizes, weights and schedule under the usual names."""
     model, train = config.model, config.train
     names = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
-    sizes = {name: role_flag(config, role, name) or getattr(model, name) for name in names}
+    sizes = {name: config.value(f"{role}_{name}") or getattr(model, name) for name in names}
     changed = {name for name, size in sizes.items() if size != getattr(model, name)}
     if changed:  # interleaving belongs to the actor's sizes
         sizes |= {"virtual_pipeline_model_parallel_size": None, "num_layers_per_virtual_pipeline_stage": None}
-    own_load = role_flag(config, role, "load")
+    own_load = config.value(f"{role}_load")
     start = {
         "hf_checkpoint": own_load or model.hf_checkpoint,
         "megatron_checkpoint": None if own_load else model.megatron_checkpoint,
         "custom_model_provider_path": None,  # builds the policy alone
         "custom_spec_path": None,
     }
-    overrides = {name: role_flag(config, role, name) for name in ("lr", "lr_warmup_iters")}
+    overrides = {name: config.value(f"{role}_{name}") for name in ("lr", "lr_warmup_iters")}
     schedule = {name: getattr(train, name) if value is None else value for name, value in overrides.items()}
     if overrides["lr_warmup_iters"] is not None:
         schedule["lr_warmup_fraction"] = None
     if schedule["lr"] < train.min_lr:
         schedule["min_lr"] = schedule["lr"]
     schedule |= {"freeze_params_name_list": [], "only_train_params_name_list": [], "freeze_vision": False}
-    return config.model_copy(
-        update={
-            "model": model.model_copy(update=sizes | start),
-            "train": train.model_copy(update=schedule),
-            "lora": config.lora.model_copy(update={"lora_rank": 0}),  # the policy alone has adapters
-        }
-    )
+    return config.changed(**sizes, **start, **schedule, lora_rank=0)  # the policy alone has adapters
 
 
 def warm_up_notes(config: Config, num_steps: int) -> list[str]:

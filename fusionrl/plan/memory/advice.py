@@ -44,9 +44,9 @@ def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Changes to try: what costs nothing, then what costs time, then what takes another layout of the same devices."""
     cluster, passed = config.cluster, config.passthrough
     if cluster.colocate and not cluster.offload_rollout:
-        yield "--offload-rollout", _with(config, "cluster", offload_rollout=True)
+        yield "--offload-rollout", config.changed(offload_rollout=True)
     if cluster.colocate and cluster.offload_train == "never":
-        yield "--offload-train auto", _with(config, "cluster", offload_train="auto")
+        yield "--offload-train auto", config.changed(offload_train="auto")
     fewer, wider = list(_fewer_tokens(config, shape)), list(_wider(config, shape))
     as_is = [("", config)]
     fully: list[Change] = []  # with all layers recomputed: as they are, with fewer tokens, wider
@@ -59,19 +59,15 @@ def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     if not passed.optimizer.get("optimizer_cpu_offload"):
         for flags, changed in [*as_is, *fully[:1], *wider, *fully[1:]]:
             optimizer = passed.optimizer | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-            yield f"{OFFLOAD_FLAG} {flags}".strip(), _with(changed, "passthrough", optimizer=optimizer)
+            yield f"{OFFLOAD_FLAG} {flags}".strip(), changed.changed(optimizer=optimizer)
     if config.model.precision in ("fp32", "auto"):
-        changed = _with(config, "model", precision="bf16", rollout_dtype="bf16")
+        changed = config.changed(precision="bf16", rollout_dtype="bf16")
         yield "--precision bf16 --rollout-dtype bf16", changed
-
-
-def _with(config: Config, group: str, **values: object) -> Config:
-    return config.model_copy(update={group: getattr(config, group).model_copy(update=values)})
 
 
 def _recomputed(config: Config) -> Config:
     own = {name: value for name, value in config.passthrough.transformer.items() if name != "recompute_modules"}
-    return _with(config, "passthrough", transformer=own | FULL)
+    return config.changed(transformer=own | FULL)
 
 
 def _fewer_tokens(config: Config, shape: ModelShape) -> Iterator[Change]:
@@ -83,7 +79,7 @@ def _fewer_tokens(config: Config, shape: ModelShape) -> Iterator[Change]:
     least = max(1, -(-longest // model.context_parallel_size))
     smaller = {tokens * 3 // 4, tokens // 2, tokens // 4, tokens // 8, least}
     for fewer in sorted((fewer for fewer in smaller if least <= fewer < tokens), reverse=True):
-        yield f"--max-tokens-per-gpu {fewer}", _with(config, "train", max_tokens_per_gpu=fewer)
+        yield f"--max-tokens-per-gpu {fewer}", config.changed(max_tokens_per_gpu=fewer)
 
 
 def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:
@@ -102,27 +98,27 @@ def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:
             size = (getattr(model, name) or 1) * factor
             if size <= limit:
                 flag = "--" + name.replace("_", "-")
-                changed = _with(config, "model", **{name: size})
+                changed = config.changed(**{name: size})
                 if name == "context_parallel_size":  # the same samples, in smaller pieces
                     tokens = config.train.max_tokens_per_gpu // factor
-                    changed = _with(changed, "train", max_tokens_per_gpu=tokens)
+                    changed = changed.changed(max_tokens_per_gpu=tokens)
                     yield f"{flag} {size} --max-tokens-per-gpu {tokens}", changed
                 else:
                     yield f"{flag} {size}", changed
 
 
-# Of a role: the group of flags, the number of its devices, and the devices of one engine.
+# Of a role: the number of its devices, and the devices of one engine.
 _SIZES = {
-    "engine": ("cluster", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
-    "reward-model": ("reward", "rm_num_gpus", "rm_num_gpus_per_engine"),
-    "teacher": ("algorithm", "opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine"),
+    "engine": ("rollout_num_gpus", "rollout_num_gpus_per_engine"),
+    "reward-model": ("rm_num_gpus", "rm_num_gpus_per_engine"),
+    "teacher": ("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine"),
 }
 
 
 def _engines(config: Config, role: str) -> Iterator[Change]:
     """Engines of more devices each; those that only read get the devices for one."""
-    group, num_field, size_field = _SIZES[role]
-    size, count = getattr(getattr(config, group), size_field), getattr(getattr(config, group), num_field)
+    num_field, size_field = _SIZES[role]
+    size, count = config.value(size_field), config.value(num_field)
     for larger in (2 * size, 4 * size, 8 * size):
         if larger > config.cluster.num_gpus_per_node:
             return
@@ -130,4 +126,4 @@ def _engines(config: Config, role: str) -> Iterator[Change]:
         if role != "engine" and count % larger:
             values[num_field] = -(-count // larger) * larger
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
-        yield flags, _with(config, group, **values)
+        yield flags, config.changed(**values)
