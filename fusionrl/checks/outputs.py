@@ -87,13 +87,21 @@ def _export(config: Config) -> str | None:
         return template  # `template_errors` refuses it
 
 
-def resume_folder_errors(config: Config) -> list[str]:
-    """List what is wrong with the folder of --resume; a short command line needs the flags of the run in it."""
+def resume_folder_errors(config: Config, config_file: str | None = None) -> list[str]:
+    """List what is wrong with the folder of --resume; a short command line needs the flags of the run in it.
+
+    config_file  of --config, which is read in place of these flags
+    """
     errors, run_dir, is_short = folder_errors(config), config.run.run_dir, config.model.hf_checkpoint is None
     if is_short and run_dir is None:
         errors.append(NO_FOLDER)
     elif not errors and is_short and run_dir and own_config_file(Path(run_dir)) is None:
         errors.append(f"--resume: --run-dir {run_dir} has no config.json of yours with a run's flags; give all of them")
+    elif not errors and is_short and config_file:
+        errors.append(
+            f"--config {config_file}: --resume takes the flags of the run itself only without --config; "
+            f"write `fusionrl train --run-dir {run_dir} --resume`, or give all flags, as --hf-checkpoint"
+        )
     return errors
 
 

@@ -18,8 +18,7 @@ from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.parser import CommandLineError, former_flags, read_args, short_resume_error
-from fusionrl.config.passed_flags import translate_slime_flags
+from fusionrl.config.parser import CommandLineError, read_command_line
 from fusionrl.config.resume_differences import difference_lines
 from fusionrl.config.run import PlanGroup
 from fusionrl.observe.run_dir import last_config
@@ -42,18 +41,14 @@ def resolve(argv: Sequence[str], *, for_plan: bool = False) -> tuple[Config, Pla
 
     Raises CommandLineError with every mistake that can be known before anything starts.
     """
-    config, errors = read_args(argv)
+    config, errors, notes, file = read_command_line(argv)
     if not for_plan and (of_plan := [name for name in config.given() if name in PlanGroup.model_fields]):
         cure = "it belongs to `fusionrl plan`, which starts nothing; leave it out"
         raise CommandLineError([f"{flag_of(name)}: {cure}" for name in of_plan])
-    if config.run.resume and (of_folder := resume_folder_errors(config)):
+    if config.run.resume and (of_folder := resume_folder_errors(config, file)):
         raise CommandLineError(errors + of_folder)  # most flags may be those of the folder's run
-    if short := short_resume_error(argv, config):
-        raise CommandLineError([*errors, short])  # all flags of a run are missing
-    if config.run.resume and (file := former_flags(argv)):
-        print(f"--resume: flags that are not given are those of {file}", file=sys.stderr)
-    for note in translate_slime_flags(argv).notes:
-        print(f"slime's flags: {note}", file=sys.stderr)
+    for note in notes:
+        print(note, file=sys.stderr)
     config, unavailable = resolve_names(config)
     errors += unavailable
     checked, found = validate(config)

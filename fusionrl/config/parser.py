@@ -99,8 +99,28 @@ def parse_args(argv: Sequence[str], prog: str = "fusionrl train") -> Config:
     return config
 
 
+class CommandLine(typing.NamedTuple):
+    """A command line as it was read.
+
+    config  of all that fits; flags that do not keep their defaults
+    errors  a message for each thing that does not fit
+    notes   what a user should know of flags that come from elsewhere
+    file    of --config
+    """
+
+    config: Config
+    errors: list[str]
+    notes: list[str]
+    file: str | None
+
+
 def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config, list[str]]:
-    """The Config of all that fits, and a message for each thing that does not; those flags keep their defaults.
+    """Return the Config and the errors of `read_command_line`."""
+    return read_command_line(argv, prog)[:2]
+
+
+def read_command_line(argv: Sequence[str], prog: str = "fusionrl train") -> CommandLine:
+    """Read all flags, and the file that has more of them.
 
     CommandLineError: the file of --config cannot be read. Most flags are in it, so no other check makes sense.
     """
@@ -110,8 +130,13 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     parsed, extras = build_parser(prog).parse_known_args(normalise_switches(translated.argv, switches(), errors))
     passthrough = parse_extras(extras, errors, translated.accepted)
     values = vars(parsed)
-    former = _former_file(values)
-    paths = values.pop("config", [former] if former else [])
+    notes = [f"slime's flags: {note}" for note in translated.notes]
+    paths, own_file = values.pop("config", []), None
+    if paths:
+        own_file = paths[-1]
+    elif former := _former_file(values):
+        paths = [former]
+        notes.insert(0, f"--resume: flags that are not given are those of {former}")
     parts = passthrough.model_dump()
     overridden = {*values, *(f"{kind}.{name}" for kind, passed in parts.items() for name in passed)}
     file = _read_file(paths, overridden, errors)
@@ -132,43 +157,21 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     values = with_preset(file.values | values)
     values |= attempt(errors, lambda: devices_of_groups(values)) or {}
     try:
-        return Config.from_flat(values, passthrough, values.keys() - passed_names), errors
+        config = Config.from_flat(values, passthrough, values.keys() - passed_names)
     except ValidationError as error:
         items = [(str(item["loc"][:2][-1]), item) for item in error.errors()]  # a place is (group, field, …)
         errors += [describe_error(field, item) for field, item in items]
         fitting = {field: value for field, value in values.items() if field not in dict(items)}
-        return Config.from_flat(fitting, passthrough, fitting.keys() - passed_names), errors
+        config = Config.from_flat(fitting, passthrough, fitting.keys() - passed_names)
+    return CommandLine(config, errors, notes, own_file)
 
 
-def former_flags(argv: Sequence[str]) -> str | None:
+def _former_file(values: Mapping[str, object]) -> str | None:
     """Return the file with the flags of the run that a short command line with --resume continues.
 
     A command line that names the model (or a file, with --config) is complete: a flag that it leaves out has its
     default. Without --hf-checkpoint it could start nothing, so every missing flag comes from the run.
     """
-    values = _flag_values(argv)
-    return None if "config" in values else _former_file(values)
-
-
-def short_resume_error(argv: Sequence[str], config: Config) -> str | None:
-    """Return why --resume does not take the run's flags though it names no model: a config file is read."""
-    if not config.run.resume or not config.run.run_dir or config.model.hf_checkpoint is not None:
-        return None
-    values = _flag_values(argv)
-    if not values.get("config") or "hf_checkpoint" in values:
-        return None
-    return (
-        f"--config {values['config'][-1]}: --resume takes the flags of the run itself only without --config; "
-        f"write `fusionrl train --run-dir {config.run.run_dir} --resume`, or give all flags, as --hf-checkpoint"
-    )
-
-
-def _flag_values(argv: Sequence[str]) -> dict[str, Any]:
-    tokens = normalise_switches(translate_slime_flags(argv).argv, switches(), [])
-    return vars(build_parser().parse_known_args(tokens)[0])
-
-
-def _former_file(values: Mapping[str, object]) -> str | None:
     if not values.get("resume") or not values.get("run_dir") or "hf_checkpoint" in values:
         return None
     file = own_config_file(Path(str(values["run_dir"])))

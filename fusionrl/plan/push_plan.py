@@ -334,20 +334,6 @@ def are_together(before: str, name: str) -> bool:
     return before == name or (before.endswith(TOGETHER[0]) and name.endswith(TOGETHER[1]))
 
 
-def plan_for_layout(
-    shape: ModelShape,
-    layout: TrainerLayout,
-    num_engines: int,
-    max_bytes: int,
-    dtype: str,
-    stages: Sequence[Sequence[int]],
-    quantization: BlockFp8 | None = None,
-) -> PushPlan:
-    """The plan before anything runs, layers dealt out as `stage_layers` says."""
-    tensors = push_tensors(shape, stage_of_rule(stages), dtype, quantization)
-    return plan_push(tensors, layout, num_engines, max_bytes, shape.num_experts)
-
-
 def planned_push(plan: Plan, config: Config) -> PushPlan | None:
     """The push of a run; None where all ranks send all, or where Megatron deals out the layers in a way of its own."""
     assert plan.layout is not None
@@ -355,7 +341,8 @@ def planned_push(plan: Plan, config: Config) -> PushPlan | None:
     if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
         return None
     limit, dtype = config.weights.update_weight_buffer_size, torch_name(plan.rollout_dtype)
-    return plan_for_layout(plan.pushed_shape, plan.layout, plan.num_engines, limit, dtype, stages, plan.quantization)
+    tensors = push_tensors(plan.pushed_shape, stage_of_rule(stages), dtype, plan.quantization)
+    return plan_push(tensors, plan.layout, plan.num_engines, limit, plan.shape.num_experts)
 
 
 def torch_name(precision: Literal["fp32", "bf16"]) -> str:

@@ -27,7 +27,7 @@ from fusionrl.plan.memory.trainer import (
     trainer_memory,
 )
 from fusionrl.plan.plan import Plan, make_plan
-from fusionrl.plan.push_plan import BUFFERS, plan_for_layout
+from fusionrl.plan.push_plan import BUFFERS, plan_push, push_tensors, stage_of_rule
 from fusionrl.plan.render import memory_warnings, render_plan
 from tests.plan.shapes import SMALL
 
@@ -292,7 +292,8 @@ def test_a_plan_of_hundreds_of_gigabytes_does_not_pass_in_silence_on_a_cpu() -> 
     assert made.memory.fits is False and "DOES NOT FIT" in made.memory.verdict()
     small = plan(DENSE, 23, device="cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2)
     assert small.memory.fits and small.memory.worst.total < 12 * GIB and memory_warnings(small) == []
-    push = plan_for_layout(DENSE, small.layout, small.num_engines, 512 * 2**20, "float32", [[0, 1, 2, 3]])
+    tensors = push_tensors(DENSE, stage_of_rule([[0, 1, 2, 3]]), "float32")
+    push = plan_push(tensors, small.layout, small.num_engines, 512 * 2**20)
     assert small.memory.push == max(push.peak_bytes(rank) for rank in push.sources)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusionrl.models.families import hf_shapes, model_rules
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
-from fusionrl.plan import push
+from fusionrl.plan import push_plan as push
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.weights.gather import buckets
 from tests.trainer import hf_models
@@ -248,8 +248,8 @@ def test_an_engine_that_divides_its_experts_keeps_its_own() -> None:
 def test_a_plan_says_what_it_takes() -> None:
     """Against numbers worked out by hand: two stages of two ranks, two engines."""
     shape = SHAPES["qwen3"]
-    stages = [[0, 1], [2, 3]]
-    plan = push.plan_for_layout(shape, TrainerLayout(4, tp=2, pp=2), 2, 1 << 20, "bfloat16", stages)
+    tensors = push.push_tensors(shape, push.stage_of_rule([[0, 1], [2, 3]]), "bfloat16")
+    plan = push.plan_push(tensors, TrainerLayout(4, tp=2, pp=2), 2, 1 << 20)
     layer = 2 * (32 + 32 + 64 * 32 + 2 * 32 * 32 + 16 + 16 + 32 * 64 + 3 * 48 * 32)
     table = 2 * 120 * 32
     assert [plan.sent_bytes(rank) for rank in plan.sources] == [table + 2 * layer, 2 * layer + 2 * 32 + table]
