@@ -15,9 +15,10 @@ from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.eval_sets import EvalSet, eval_sets, readable_sets
 from fusionrl.config.hooks import check_hook
+from fusionrl.config.pipeline import knob_of
 from fusionrl.config.resume_differences import as_written, flag_differences
 from fusionrl.config.rollout import RolloutGroup
-from fusionrl.config.run_parts import evaluates_by_default, generates, has_own_rollout, is_streamed, knob_of
+from fusionrl.config.run_parts import evaluates_by_default, generates, has_own_rollout, is_streamed
 from fusionrl.data.sample_fields import GREEDY_BELOW
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.layout import sequence_multiple
