@@ -57,6 +57,7 @@ from fusionrl.pipeline.state import (
 )
 from fusionrl.rollout.generate import SampleContext, flat_group, generate_group
 from fusionrl.rollout.generate_state import request_counts, rollout_client, sampling_params
+from fusionrl.rollout.request_seeds import SEEDED_BY_INDEX
 from fusionrl.rollout.sglang_rollout import GroupFilter, open_teacher
 
 _STARTED = get_args(Started)
@@ -181,6 +182,7 @@ class Stream(ScheduledLoop):
     async def _main(self, started: Future[None]) -> None:
         args = self._border.args()
         args.rollout_id = self.state.num_trained
+        setattr(args, SEEDED_BY_INDEX, True)  # the rollout changes with a batch, at no fixed place among the requests
         self._failed: list[BaseException] = []
         async with rollout_client(args) as client, open_teacher(args) as teacher:
             self._args, self._context, self._teacher = args, SampleContext.of_args(args), teacher

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 _MOST_SIBLINGS = 2**16
 _MOST_BEGUN = 2**16  # samples of a stream, of which those that began longest ago are forgotten
 _BEGUN = "begun_samples"  # attribute of `args`
+SEEDED_BY_INDEX = "seeded_by_index"  # attribute of `args`: a sample is of no rollout until it is trained (a stream)
 _lock = threading.Lock()
 
 
@@ -68,7 +69,7 @@ def begin_sample(args: Namespace, index: int | None, number: int = 0, evaluation
     number  of the sample among its siblings, whose indexes follow one another
     """
     sample = evaluation, None if index is None else int(index) - number, number
-    rollout_id = getattr(args, "rollout_id", None)
+    rollout_id = None if getattr(args, SEEDED_BY_INDEX, False) else getattr(args, "rollout_id", None)
     with _lock:
         begun: dict[tuple[object, ...], int] = vars(args).setdefault(_BEGUN, {})
         num_before = begun.pop((rollout_id, *sample), 0)
