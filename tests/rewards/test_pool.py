@@ -121,10 +121,10 @@ def score(pool: RewardPool, path: str, count: int, limit_s: float) -> tuple[list
 
 @pytest.fixture(scope="module")
 def start_s(hooks: str) -> float:
-    """Seconds from nothing to the first reward of a pool of one process."""
+    """Seconds from nothing to the first reward of a pool of one process, of the kind that takes longer to start."""
     start = time.perf_counter()
     made = RewardPool(1)
-    score(made, f"{hooks}:plain", 1, 10.0)
+    score(made, f"{hooks}:waits", 1, 10.0)
     took = time.perf_counter() - start
     made.close()
     return took
