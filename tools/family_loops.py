@@ -160,14 +160,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pipelines", default="on-policy,one-step-off")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(argv)
+    rows_of = families() if LORA in options.only else [name for name in families() if LORA not in name]
+    chosen = [name for name in rows_of if options.only in name]
+    if not chosen:
+        parser.error(f"--only {options.only}: no family has this text; give one of {', '.join(rows_of)}")
     out: Path = options.out.absolute()
     task = out / "task"
     write_quickstart(task, 0)
     write_rows(task / _PICTURES[0], picture_rows(64, random.Random(0)))
     rows = []
     print("| family | pipeline | push | engine against trainer | |\n|---|---|---|---|---|", flush=True)
-    rows_of = families() if LORA in options.only else [name for name in families() if LORA not in name]
-    for family in (name for name in rows_of if options.only in name):
+    for family in chosen:
         for pipeline in options.pipelines.split(","):
             rows.append(run_family(family, pipeline, task, out / f"{family}-{pipeline}"))
             push, mean = (f"{rows[-1][key]:.1e}" if key in rows[-1] else "" for key in ("push", "mean"))

@@ -62,7 +62,7 @@ def report(
 
 METRICS = """
 rollout/response_len/mean | tokens | Mean length of the responses, tools' tokens included.
-rollout/response_len/max | tokens | The longest response.
+rollout/response_len/max | tokens | Length of the longest response, tools' tokens included.
 rollout/truncated_ratio | share | Share of responses that were cut off by the length limit.
 rollout/failed | samples | Samples that failed or were aborted; they are not trained on.
 rollout/timed_out | samples | Samples that passed the time limit; they failed. | --sample-timeout

@@ -30,7 +30,7 @@ from fusionrl.buffer.stream_state import SavedStream, StreamGroup, check_bound, 
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.pipeline.controller import all_fetched, apply, decide, engine_actions, permits, push_is_due, trainable
-from fusionrl.pipeline.knobs import Knobs
+from fusionrl.pipeline.knobs import NO_LIMIT, Knobs
 from fusionrl.pipeline.state import Admit, Admitted, Drop, Fetch, GroupReady, Parked, SampleDone, Stop, Wait
 from fusionrl.rollout.types import RolloutAborted, RolloutFnTrainOutput, keeps_draws
 
@@ -216,7 +216,7 @@ class BatchStream(Stream):
         # A call makes a whole batch, so a lead of half a batch is one of a batch. The function's own limit of
         # requests holds.
         lead = float(min(math.ceil(knobs.admission_lead), knobs.max_staleness))
-        knobs = replace(knobs, admission_lead=lead, max_samples_in_flight=1 << 30)
+        knobs = replace(knobs, admission_lead=lead, max_samples_in_flight=NO_LIMIT)
         super().__init__(knobs, border, source, first_version, saved)
         self._made_by, self._where, self._abort = call, functions.where, abort
         draw, park = partial(self._call, self._draw_groups), partial(self._call, self._park_groups)

@@ -132,7 +132,7 @@ perf/time_wait_deadline_s | seconds | Of that, while a batch was ready and stood
     later. | --pipeline that runs ahead
 pipeline/in_flight | samples | Under way in engines. | --pipeline that runs ahead
 pipeline/running | groups | With samples that are under way. | --pipeline that runs ahead
-pipeline/ready | groups | Ready to be trained, but for the batch. | --pipeline that runs ahead
+pipeline/ready | groups | Ready, and not yet taken for training. | --pipeline that runs ahead
 pipeline/parked | groups | Begun, and waiting to continue. | --pipeline that runs ahead
 pipeline/admitted | groups | Admitted and not dropped: trained, under way or ready. | --pipeline that runs ahead
 pipeline/credits | groups | That may be admitted and not yet be taken for training: the bound and the lead. |

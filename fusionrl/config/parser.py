@@ -326,11 +326,21 @@ def _choices(info: FieldInfo) -> tuple[object, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
+_BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
 def _values(info: FieldInfo) -> str:
+    """Return the flag's type with its bounds, or its choices."""
     kind = inner_type(info)
     name = (typing.get_origin(kind) or kind).__name__
     names = {"str": "text", "int": "integer", "float": "number", "bool": "on/off", "list": "values", "dict": "JSON"}
-    return ", ".join(f"`{choice}`" for choice in _choices(info)) or names[name]
+    bounds = [
+        f"{sign} {value:g}"
+        for part in info.metadata
+        for bound, sign in _BOUNDS.items()
+        if (value := getattr(part, bound, None)) is not None
+    ]
+    return ", ".join(f"`{choice}`" for choice in _choices(info)) or " ".join([names[name], ", ".join(bounds)]).strip()
 
 
 def _default(info: FieldInfo) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
+NO_LIMIT = 1 << 30
+
 
 def _knob(default: object = MISSING, help: str = "", *, least: int | None = None, given: object = None) -> Any:
     """Declare a knob and its least value; one with a help text has a flag of its name.
@@ -50,7 +52,7 @@ class Knobs:
         "At a version's last batch, wait for groups that would be too old later, or drop them. Default: wait.",
     )
     max_samples_in_flight: int = _knob(  # one group is admitted in any case
-        1 << 30,
+        NO_LIMIT,
         "Maximum samples in flight over all engines. Default: --sglang-server-concurrency for each engine.",
         least=1,
     )
@@ -58,7 +60,7 @@ class Knobs:
         1, "Tries of a failed group, each from its prompt, before another group replaces it.", least=1, given=2
     )
     max_failed_groups: int = _knob(  # since a group became ready
-        1 << 30, "End the run after this many failed groups in a row.", least=1, given=32
+        NO_LIMIT, "End the run after this many failed groups in a row.", least=1, given=32
     )
     num_fetches: int | None = _knob(None, least=1)
     spare_groups: int = _knob(0, least=0)

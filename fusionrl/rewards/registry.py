@@ -66,9 +66,10 @@ class Reward:
     """A built-in reward.
 
     grade             grade(response, label), or grade(response, label, metadata) with `reads_metadata`
-    check             as `grade` without the response: raises ValueError where `grade` would, before a run starts; None:
-                      any label will do
-    label             the answer itself, a solution that has the answer in it, tests of a program, or not read at all
+    check             as `grade` without the response: raises ValueError where `grade` would, before a run starts, and
+                      turns errors of other kinds (re.error, OverflowError) into it; None: any label will do
+    label             the answer itself, a solution that has the answer in it, tests that the response has to pass (of a
+                      program, or a pattern), or not read at all
     reads_metadata    of the sample
     box_form          the form in which it gets the answer of a box, with boxed_ before its name; None: it looks for a
                       box itself

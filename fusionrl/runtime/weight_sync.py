@@ -34,7 +34,7 @@ _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die
 
 
 METRICS = """
-sync/engines_restarted | engines | Engines replaced since the run began. | --use-fault-tolerance
+sync/engines_restarted | engines | Engines that joined with this push in place of dead ones. | --use-fault-tolerance
 train/lora_merge_loss | share | ‖round(W + s B A) - (W + s B A)‖ / ‖s B A‖ over the weights with adapters: what the
     engines' precision loses of what adapters add. 1: engines have the weights without adapters. 0 before the first
     step, and in fp32. | --lora-push merged
