@@ -136,7 +136,7 @@ def _supervised(tokenizer: Any, messages: list[Message], tools: object) -> str:
 
 
 def _prompt(tokenizer: Any, messages: list[Message], tools: Any) -> str:
-    return render_prompt(messages, tokenizer, PromptColumns("", apply_chat_template=True), tools)
+    return render_prompt(messages, tokenizer, PromptColumns("", apply_chat_template=True), tools).text
 
 
 def _session(tokenizer: Any, messages: list[Message], tools: Any) -> str:

@@ -109,6 +109,11 @@ class ScheduledLoop(LoopThread):
         self._schedule = schedule
         self._held_back: list[tuple[list[Entry], Callable[[], None]]] = []  # events' entries, what one of them runs
 
+    def _run(self, started: Future[None]) -> None:
+        super()._run(started)
+        if self._schedule is not None:  # until now a caller's event may still come, as while clients close
+            self._schedule.close()
+
     def _happen(self, event: Event | Drop) -> None:
         self._apply(event)
         self._wake.set()

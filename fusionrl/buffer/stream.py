@@ -201,8 +201,6 @@ class Stream(ScheduledLoop):
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                if self._schedule is not None:
-                    self._schedule.close()
 
     def _proceed(self) -> None:
         """Start all actions that may start; those for the driver only when it waits for one."""
@@ -350,7 +348,9 @@ class Stream(ScheduledLoop):
         for ordinal in fetch.ordinals:
             held = self._live[ordinal]
             groups.append(held.finished)
-            self._live[ordinal] = StreamGroup(held.blank)
+            # One from elsewhere cannot be generated again: until it is trained, a checkpoint has it as it is now.
+            kept = [] if held.blank else copy.deepcopy(held.finished)
+            self._live[ordinal] = StreamGroup(held.blank, kept)
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
         tokens = self._token_counts.take(

@@ -46,10 +46,10 @@ class StreamGroup:
 def packed(state: Mapping[str, Any], held: Mapping[int, StreamGroup], knobs: Knobs) -> SavedStream:
     """Return what a checkpoint keeps; of each group in `state` there is one in `held`."""
     groups = {}
-    for ordinal, phase, *_ in state["groups"]:
+    for ordinal, *_ in state["groups"]:
         group = held[ordinal]
         groups[str(ordinal)] = {"blank": [pack_sample(sample) for sample in group.blank]}
-        if phase == "ready":
+        if group.finished:
             groups[str(ordinal)]["made"] = [pack_sample(sample) for sample in group.finished]
         elif group.parked:
             groups[str(ordinal)]["parked"] = [pack_sample(sample) for sample in group.parked]
@@ -79,7 +79,7 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
                 ages[ordinal] = born[ordinal] if oldest is None else min(born[ordinal], oldest)
         state = State.from_dict(saved["state"], knobs.update_weights_interval, ages)
         for ordinal in [ordinal for ordinal, group in held.items() if not group.finished and not group.blank]:
-            # A function had it from elsewhere, and was training on it: it cannot come again.
+            # A function had it from elsewhere, it was being trained, and earlier checkpoints do not have it.
             apply(state, knobs, Drop(ordinal, "surplus"))
             del held[ordinal]
         return state, held

@@ -258,7 +258,7 @@ class State:
         )
         for ordinal, phase, born, num_tries, is_spare in data["groups"]:
             is_kept = ordinal in saved_ages
-            now: Phase = "ready" if phase == "ready" and is_kept else "pending"
+            now: Phase = "ready" if phase in ("ready", "leased") and is_kept else "pending"
             born = min(born, saved_ages[ordinal]) if is_kept else state.version
             has_tokens = is_kept and now == "pending"
             state.groups[ordinal] = Group(ordinal, now, born, 0, num_tries, has_tokens=has_tokens, is_spare=is_spare)

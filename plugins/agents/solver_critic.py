@@ -43,6 +43,7 @@ def _with_prompt(args: Any, sample: Any, messages: list[dict[str, Any]]) -> Any:
     prompted = copy.deepcopy(sample)
     columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=args.apply_chat_template_kwargs)
     prompted.messages = messages
-    prompted.prompt = render_prompt(messages, load_tokenizer(args.hf_checkpoint), columns, sample.metadata.get("tools"))
+    tokenizer, tools = load_tokenizer(args.hf_checkpoint), sample.metadata.get("tools")
+    prompted.prompt = render_prompt(messages, tokenizer, columns, tools).text
     prompted.prompt_tokens = None
     return prompted

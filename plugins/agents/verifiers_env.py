@@ -194,7 +194,7 @@ class EngineClient(Client):
         """A sample of a prompt of its own; the first is the row's sample itself."""
         sample = copy.deepcopy(self.blank) if self.conversations else self.sample
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=self.args.apply_chat_template_kwargs)
-        sample.prompt = render_prompt(messages, self.tokenizer, columns, schemas or None)
+        sample.prompt = render_prompt(messages, self.tokenizer, columns, schemas or None).text
         sample.prompt_tokens = None
         if schemas:
             sample.metadata["tools"] = schemas

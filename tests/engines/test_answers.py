@@ -16,8 +16,8 @@ from fusionrl.engines.answers import (
     input_log_probs,
     log_probs,
     parse_answer,
+    parse_score,
     routed_experts,
-    score,
 )
 from fusionrl.engines.client import GenerateClient
 from tests.engines.answer_mutations import GOOD, HARMLESS, MAX_NEW_TOKENS, MUTATIONS, VOCAB_SIZE, compressed
@@ -165,10 +165,10 @@ def test_log_probs_of_what_was_read_experts_and_scores() -> None:
     for data in (None, "@@@", meta["routed_experts"][:8], 7):
         with pytest.raises(AnswerError, match="routed_experts"):
             routed_experts({"routed_experts": data}, (2, 3, 2), None)
-    assert score({"embedding": [0.5]}) == 0.5
+    assert parse_score({"embedding": [0.5]}) == 0.5
     for wrong_score in (None, [], {}, {"embedding": []}, {"embedding": ["a"]}, {"embedding": [float("nan")]}):
         with pytest.raises(AnswerError, match="not a finite score"):
-            score(wrong_score)
+            parse_score(wrong_score)
 
 
 def test_behind_a_router_engines_are_tried_in_turn_and_dead_ones_passed_by() -> None:

@@ -20,12 +20,14 @@ from tests.models.test_families import shape_of
 
 PACKAGE = Path(fusionrl.__file__).parent
 KINDS = {kind for name in kinds.__all__ if (kind := getattr(kinds, name)) not in (Attention, Kind, Mlp, RankSizes)}
-# The shape and the families; Megatron's modules of kinds; routing replay, which only mixtures have.
+# The shape and the families; Megatron's modules of kinds; routing replay, which only mixtures have; what was tried of
+# equal bits.
 MAY_NAME_A_KIND = {
     "models/shape.py",
     *(f"models/families/{file}.py" for file in ("llama", "mixtures", "hybrids")),
     *("trainer/layers.py", "trainer/layer_traits.py", "trainer/gated_delta.py"),
     *("trainer/routing.py", "trainer/policy.py", "buffer/collect.py"),
+    *("plan/repeatable.py", "checks/bitwise.py"),
 }
 
 

@@ -31,6 +31,7 @@ from fusionrl.engines.request_routing import RequestMerger
 from fusionrl.rollout.agent import generate as generate_with_tools
 from fusionrl.rollout.engine_post import post
 from fusionrl.rollout.image_requests import FOLDER, image_data, image_metrics, media_tokens, with_images
+from fusionrl.rollout.request_seeds import sampling
 from fusionrl.rollout.sglang_rollout import generate, stream_generate
 from fusionrl.rollout.tools import ToolError
 from fusionrl.rollout.types import Limits, check_samples
@@ -218,7 +219,13 @@ def test_siblings_wait_for_their_image_and_are_sent_together(seeing: str) -> Non
     async def run() -> None:
         merger = RequestMerger(send)
         args.generate_client = Mock(generate=lambda payload, _: merger.generate(payload))
-        await asyncio.gather(*(generate(args, one, scripted.sampling_params(args)) for one in samples))
+        params = scripted.sampling_params(args)
+
+        async def ask(number: int, one: Sample) -> None:
+            with sampling(args, number, number):  # as `generate_group` does
+                await generate(args, one, params)
+
+        await asyncio.gather(*(ask(number, one) for number, one in enumerate(samples)))
 
     whole = np.asarray(sample.prompt_tokens)
     asyncio.run(run())

@@ -43,7 +43,7 @@ def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
         shape = read_model_shape(tiny_model)
         plan: Any = SimpleNamespace(layout=layout, shape=shape, balance=None, num_engines=len(engines))
         plan.engine_bundles = tuple((index,) for index in range(len(engines)))
-        groups: Any = SimpleNamespace(actors=trainers, auxiliaries=[])
+        groups: Any = SimpleNamespace(policy=trainers, auxiliaries=[])
         pool: Any = SimpleNamespace(everyone=engines)
         buffer: Any = SimpleNamespace(is_started=True, actor=Actor({"host_bytes": 5.0}))
         return HardwareMetrics(plan, groups, pool, buffer, tmp_path / "hardware.json", peak)

@@ -97,7 +97,7 @@ def check(shard: TrainShard, rollout_id: int = 7, knobs: Knobs = KNOBS) -> None:
 
 def test_as_old_as_the_bound_is_trained_and_one_older_is_not() -> None:
     check(aged([[5, 6, 7], [7, 7, 7], [5, 5, 5], [-1, -1, 7]]))
-    named = r"sample 13 of prompt 1 has token 1 of its response from version 3.*4 versions"
+    named = r"sample 13 of prompt 1 has token 1 of its response of version 3.*4 versions"
     with pytest.raises(HookError, match=named):
         check(aged([[5, 6, 7], [7, 7, 7], [5, 5, 5], [4, 3, 7]]))
 
@@ -137,7 +137,7 @@ def test_a_token_that_passes_the_buffer_is_refused_before_the_step(workers, hf) 
     folder, _ = hf("llama", True)
     workers.start(config_of(folder, pipeline="async", rollout_batch_size=4))
     before = workers.call("state_hashes")
-    named = r"--max-staleness 2: sample 2 of prompt 20 has token \d+ of its response from version 3, and rollout 7"
+    named = r"--max-staleness 2: sample 2 of prompt 20 has token \d+ of its response of version 3, and rollout 7"
     with pytest.raises(Failed, match=named) as caught:
         workers.train([shard], rollout_id=7)
     assert caught.value.kind == "HookError" and "the samples that it was at: 2" in caught.value.message
