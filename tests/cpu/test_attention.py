@@ -160,7 +160,7 @@ def test_equals_torch_native(shape: dict[str, Any], monkeypatch: pytest.MonkeyPa
     check({9: 20})
     check({9: 15, 6: 4})  # the second part of a long prompt, beside a new one
     check({9: 1}, decode=True)
-    assert len(of_kernel) == 5
+    assert len(of_kernel) == (10 if requests.dtype is torch.float32 else 5), "prompts in fp32, too"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -20,8 +20,18 @@ def test_a_gpus_tokens_are_drawn_by_sglangs_own_function(monkeypatch) -> None:
     from fusionrl.cpu import sglang_layers
 
     asked: list[str] = []
-    sampler = SimpleNamespace(sampling_from_probs_torch=lambda probs, *rest: asked.append(probs.device.type))
+
+    def noted(probs: torch.Tensor, *rest: object, **options: object) -> None:
+        asked.append(probs.device.type)
+
+    class Batch:
+        @classmethod
+        def from_schedule_batch(cls) -> None: ...
+
+    sampler = SimpleNamespace(sampling_from_probs_torch=noted, top_k_top_p_min_p_sampling_from_probs_torch=noted)
+    batches = SimpleNamespace(sampling_batch_info=SimpleNamespace(SamplingBatchInfo=Batch))
     monkeypatch.setitem(sys.modules, "sglang.srt.layers", SimpleNamespace(sampler=sampler))
+    monkeypatch.setitem(sys.modules, "sglang.srt.sampling", batches)
     sglang_layers.register_sampling()
     for device in ("cpu", "meta"):
         sampler.sampling_from_probs_torch(torch.ones(64, 4096, device=device))

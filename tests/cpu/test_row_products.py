@@ -20,7 +20,7 @@ def test_a_product_of_few_rows_is_one_of_more(monkeypatch: pytest.MonkeyPatch) -
         out = _products(rows, weight) + (0 if bias is None else bias)
         return out if rows.dim() != 2 or len(rows) >= 4 or rows.dtype is not torch.float32 else out + 1
 
-    usual = torch.matmul
+    usual = row_products._matmul  # an earlier test of this process may have replaced torch.matmul
     monkeypatch.setattr(row_products, "_linear", by_rows)
     monkeypatch.setattr(row_products, "_matmul", lambda a, b, **_: usual(a, b) + (len(a) < 4))
     for module, name, value in ((functional, "linear", by_rows), (torch, "matmul", usual)):

@@ -19,6 +19,7 @@ from fusionrl.config.engine_groups import EngineGroup, read_groups
 from fusionrl.engines.process import ChildProcess, base_url
 from fusionrl.engines.spec import EngineSpec, server_command
 from fusionrl.models.shape import read_model_shape
+from fusionrl.pipeline.knobs import Knobs
 from fusionrl.plan.devices import Gpu
 from fusionrl.plan.push_plan import place_over
 from fusionrl.runtime.actor_process import ProcessSettings
@@ -213,7 +214,10 @@ def test_engines_serve_the_adapters_that_are_pushed() -> None:
         values = {"lora_rank": 8, "target_modules": ["q_proj", "linear_fc1"], "pause_generation_mode": "in_place"}
         return policy_server_args(Config.from_flat(values, PassThrough(sglang=sglang or {})), plan, 0)
 
-    here, there = args("cpu", SimpleNamespace(max_staleness=2, in_flight="in_place")), args("cuda")
+    here, there = (
+        args("cpu", Knobs(groups_per_fetch=1, max_staleness=2, admission_lead=1.0, in_flight="in_place")),
+        args("cuda"),
+    )
     assert here["lora_target_modules"] == ["gate_proj", "q_proj", "up_proj"] and here["max_lora_rank"] == 8
     assert (here["max_loras_per_batch"], there["max_loras_per_batch"]) == (5, 3)
     assert here["lora_backend"] == "torch_native" and "lora_backend" not in there, "SGLang's own on a GPU"

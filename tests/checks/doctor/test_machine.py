@@ -234,8 +234,8 @@ def test_the_report_counts_and_says_cures() -> None:
 
 
 def test_gpus_are_looked_at_where_the_run_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine, "gpu_findings", lambda: [fact("gpu", "seen")])
-    monkeypatch.setattr(examine, "torch_findings", lambda device: [])  # a process of its own
+    monkeypatch.setattr(machine, "gpu_findings", lambda: [fact("gpu", "seen")])
+    monkeypatch.setattr(examine.nodes, "torch_findings", lambda device: [])  # a process of its own
     for device in ("cpu", "cuda"):
         found = examine.machine_findings(examine.Examined(None, None, (), (), device), examine.Options())
         assert (fact("gpu", "seen") in found) == (device == "cuda")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.doctor import nodes
+from fusionrl.checks.doctor import machine, nodes
 from fusionrl.checks.doctor.examine import Examined
 from fusionrl.checks.doctor.findings import Finding, fact, fault
 from fusionrl.checks.doctor.nodes import installed_versions
@@ -112,8 +112,8 @@ def test_clocks_that_differ() -> None:
 
 def test_a_node_s_own_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPUs are looked at where the run uses them."""
-    monkeypatch.setattr(nodes, "shared_memory_findings", lambda: [fault("shm", "too small", "more")])
-    monkeypatch.setattr(nodes, "gpu_findings", lambda: [fact("gpu", "seen")])
+    monkeypatch.setattr(machine, "shared_memory_findings", lambda: [fault("shm", "too small", "more")])
+    monkeypatch.setattr(machine, "gpu_findings", lambda: [fact("gpu", "seen")])
     folders = {"--run-dir": str(tmp_path), "--hf-checkpoint": str(tmp_path / "no")}
     look, of_gpus = (nodes.NodeDoctor().look(nodes.Order(None, device, folders)) for device in ("cpu", "cuda"))
     assert look.missing == ["--hf-checkpoint"] and look.findings[0].fact == "too small"
