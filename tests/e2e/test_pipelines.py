@@ -115,7 +115,8 @@ def test_a_pipeline(
         assert len(train_steps(folder)) == num_steps, "none is trained twice"
     ages = [row["rollout/staleness/token_max"] for row in rows]
     interval = 4 if pipeline == "stream" else 1
-    assert max(ages) <= bound * interval and (bound == 0 or max(ages) >= 1)
+    # In rollouts; the bound counts versions. After a resume within one, engines have newer weights than its groups.
+    assert max(ages) < (bound + 1) * interval and (bound == 0 or max(ages) >= 1)
     prompts = trained_prompts(folder)
     assert len(prompts) == len(set(prompts)) == 8 * num_steps
     # The loss corrects for them by default, and the numbers tell what became of the tokens.
