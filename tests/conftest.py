@@ -134,6 +134,12 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         pytest.exit(f"{report.nodeid} imports megatron.core; import it after megatron_patches.install()", 4)
 
 
+@pytest.fixture(autouse=True)
+def usual_umask() -> None:
+    """A command that an earlier test ran in this process may have let files be its user's alone."""
+    os.umask(0o022)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Qwen3 with tokenizer and chat template; read-only."""
