@@ -77,14 +77,14 @@ def _open_checkpoint(folder: Path) -> _Reader:
         try:
             with only_data():
                 torch.distributed.checkpoint.load(part, storage_reader=FileSystemReader(folder), no_dist=True)
-        except (Exception, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # a damaged file raises errors of many kinds
             raise blamed(error) from error
         return part[name]
 
     try:
         with only_data():
             stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:
+    except Exception as error:  # as above
         raise blamed(error) from error
     sizes = {name: facts for name, facts in stored.items() if isinstance(facts, TensorStorageMetadata)}
     return sorted(sizes, key=lambda name: name.startswith("optimizer")), read
