@@ -100,8 +100,7 @@ class _Process(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        for job in self.jobs.values():
-            transport.write(job.message)
+        transport.writelines(job.message for job in self.jobs.values())
 
     def data_received(self, data: bytes) -> None:
         self._in += data
@@ -145,8 +144,8 @@ class _Process(asyncio.Protocol):
             if not self.jobs:
                 self.since = time.monotonic()
             self.jobs[job.number] = job
-            if self._transport is not None:
-                self._transport.write(job.message)
+        if self._transport is not None:
+            self._transport.writelines(job.message for job in jobs)
 
     def running(self) -> int:
         """Number of the job whose code a loop runs now, or ran when the process died; 0: none that it knows of."""
@@ -178,6 +177,7 @@ class RewardPool:
     def __init__(self, num_processes: int) -> None:
         self.num_processes = num_processes
         self._numbers = itertools.count(1)
+        self._new: list[_Job] = []  # that the pool's thread has not taken yet
         self._plain: list[_Process] = []
         self._loops: list[_Process] = []
         self._waiting: deque[_Job] = deque()
@@ -202,7 +202,9 @@ class RewardPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            self._event_loop.call_soon_threadsafe(self._add, job)
+            self._new.append(job)
+            if len(self._new) == 1:  # else its thread is woken already
+                self._event_loop.call_soon_threadsafe(self._add)
         return job.future
 
     def close(self) -> None:
@@ -221,13 +223,16 @@ class RewardPool:
         for process in (*self._plain, *self._loops):
             process.end()
             self._waiting.extend(process.jobs.values())
-        for job in (*self._waiting, *self._waiting_async):
+        for job in (*self._waiting, *self._waiting_async, *self._new):
             job.future.cancel()
         self._event_loop.run_until_complete(asyncio.sleep(0))  # transports close
         self._event_loop.close()
 
-    def _add(self, job: _Job) -> None:
-        (self._waiting_async if job.is_async else self._waiting).append(job)
+    def _add(self) -> None:
+        with self._lock:
+            jobs, self._new = self._new, []
+        for job in jobs:
+            (self._waiting_async if job.is_async else self._waiting).append(job)
         self.work_soon()
 
     def work_soon(self) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -242,16 +241,28 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
 
     def sent(args: argparse.Namespace, path: str | None) -> RewardCall:
         call = call_of(RewardSettings.of_args(args), Scorer(path, "exact", ""), [Sample()], {})
-        received: RewardCall = pickle.loads(call.packed())[0]
-        return received
+        return RewardCall.unpacked(*call.packed())
 
     assert sent(args, None).args is None
     for_hook = sent(args, "a.py:f").args
     assert for_hook is not None
     assert vars(for_hook) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
-    other = sent(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"], rm_format_regex="x+"), None)
-    assert other.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}
-    assert other.format_regex == "x+"
+    for_hook.own, for_hook.rm_type = 1, "changed"  # what a function writes there is not another call's
+    for_hook.prompt_data.append("changed")
+    for_next = sent(args, "a.py:f").args
+    assert for_next is not None
+    assert vars(for_next) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
+    args.rm_type = "other"
+    for_next = sent(args, "a.py:f").args
+    assert for_next is not None
+    assert for_next.rm_type == "other"
+    assert sent(flags(f"{hooks}:length", rm_format_regex="x+"), None).format_regex == "x+"
+
+
+def test_hooks_of_a_call_reach_its_process(hooks: str) -> None:
+    args = flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"])
+    call = call_of(RewardSettings.of_args(args), Scorer(None, "exact", ""), [Sample()], {})
+    assert call.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}
 
 
 def test_a_sample_that_nothing_scores_says_so() -> None:
