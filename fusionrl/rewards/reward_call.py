@@ -78,7 +78,7 @@ class RewardCall:
     hooks: dict[str, object] = field(default_factory=dict)
 
     def packed(self) -> tuple[bytes, bytes]:
-        """Return the pickles of the flags in `args` that nobody can change, and of the call with the other values and a
+        """Return the pickles of the immutable flags in `args`, and of the call with the other values and a
         `Loan` of its images. Values that no pickle takes are left out.
 
         The first is made and read once for all calls of a run: 400 flags take as long as the rest of a call.
