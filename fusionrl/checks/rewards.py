@@ -25,8 +25,6 @@ def reward_errors(config: Config) -> list[str]:
     )
     if run.mode != "sft" and not run.debug_train_only and not own_rewards and not any(sources):
         errors.append(f"a reward is required in --mode {run.mode}: --rm-type or --custom-rm-path")
-    if reward.rm_type and reward.custom_rm_path:
-        errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
     url = reward.rm_url
     is_custom = reward.custom_rm_path is not None  # it may read the address from its args
     if (reward.rm_type == REMOTE) != (url is not None) and not (is_custom and url is not None):
@@ -50,6 +48,12 @@ def reward_errors(config: Config) -> list[str]:
         flag = f"--overlong-buffer-len {reward.overlong_buffer_len}"
         errors.append(f"{flag} is longer than --rollout-max-response-len {longest}; lower it")
     return errors
+
+
+def source_errors(config: Config) -> list[str]:
+    """List flags that exclude each other: a reward is either built in or the user's."""
+    both = config.reward.rm_type and config.reward.custom_rm_path
+    return ["--rm-type and --custom-rm-path exclude each other; leave one out"] if both else []
 
 
 def set_reward_errors(config: Config, eval_set: EvalSet) -> list[str]:

@@ -80,6 +80,7 @@ def flag_errors(config: Config, shape: ModelShape | None) -> list[str]:
         *model.unserved_errors(config, shape),
         *images.engine_image_errors(config, shape),
         *rollout.rollout_errors(config),
+        *rewards.source_errors(config),
         *modes.mode_errors(config),
         *stream_errors(config),
         *modes.eval_engine_errors(config),

@@ -57,6 +57,8 @@ def test_errors_of_layout_and_flags_are_still_found(planned: Planned) -> None:
     flags = ["--tensor-model-parallel-size", "3", "--rollout-top-k", "5", "--lr", "fast"]
     errors = planned("--colocate", "--rollout-batch-size", "8", *flags, code=2)
     assert all(part in errors for part in ("tp 3", "--rollout-top-k", "--lr fast")) and "prompt-data" not in errors
+    errors = planned("--colocate", "--rm-type", "math", "--custom-rm-path", "my.py:reward", code=2)
+    assert "--rm-type and --custom-rm-path exclude each other" in errors
     flags = ["--rollout-batch-size", "8", "--actor-num-nodes", "1", "--rollout-num-gpus", "4"]
     assert "the plan takes 12 devices of 8" in planned(*flags, cluster="1x8xh100", code=2)
 
