@@ -77,7 +77,7 @@ def replay_errors(config: Config) -> list[str]:
         return []
     flag = f"--replay-schedule {record}"
     if config.run.resume:
-        return [f"{flag}: a record begins with the run; leave out --resume"]
+        return [f"{flag}: a record begins with the run, which --resume continues; leave one of them out"]
     if has_own_rollout(config):
         path = config.rollout.rollout_function_path
         return [f"{flag}: --rollout-function-path {path} makes groups in an order of its own; leave one of them out"]

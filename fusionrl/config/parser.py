@@ -140,6 +140,8 @@ def read_command_line(argv: Sequence[str], prog: str = "fusionrl train") -> Comm
     parts = passthrough.model_dump()
     overridden = {*values, *(f"{kind}.{name}" for kind, passed in parts.items() for name in passed)}
     file = _read_file(paths, overridden, errors)
+    if own_file is None:  # a resume of a run that followed a record continues without it
+        file.values.pop("replay_schedule", None)
     custom_path = values.get("custom_config_path")
     if file.custom is None:  # else the values are those of a former run
         custom_path = custom_path or file.values.get("custom_config_path")

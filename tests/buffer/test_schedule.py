@@ -80,7 +80,7 @@ def test_a_record_that_does_not_fit_is_refused_before_the_run(record: Path, tmp_
     )
     assert "--prompt-data not given -> b.jsonl" in refused(prompt_data=["b.jsonl"])
     assert "gone: it is not the folder of a run" in refused(tmp_path / "gone")
-    assert "leave out --resume" in refused(resume=True)
+    assert "the run, which --resume continues; leave one of them out" in refused(resume=True)
     assert "--in-flight retract lets a push change the weights" in refused(pipeline="async-partial")
     assert "--rollout-function-path a.b makes groups in an order of its own" in refused(rollout_function_path="a.b")
     schedule_file(record, 2).touch()

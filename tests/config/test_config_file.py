@@ -267,6 +267,14 @@ def test_the_file_of_a_resume_does_not_resume(files: Files) -> None:
     assert files.read("resume: true").run.resume, "a file of one's own may"
 
 
+def test_a_resume_continues_without_the_record_that_its_run_followed(files: Files) -> None:
+    """A record begins with the run. With --config the run starts again, and follows it."""
+    _, path = former(files, "--replay-schedule", "runs/first", "--run-dir", str(files.folder / "run"))
+    short, errors = read_args(["--resume", "--run-dir", str(files.folder / "run")])
+    assert errors == [] and short.run.name == "first" and short.pipelining.replay_schedule is None
+    assert read_args(["--config", str(path)])[0].pipelining.replay_schedule == "runs/first"
+
+
 SECRET = "http://me:***@host"
 HIDDEN = {
     **{"rm_url": f"{SECRET}/x", "rollout_stop": ["a", "x://me:***@b"], OF_TEMPLATE: {"a": [{SECRET: 1}]}},
