@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import serving_groups
+from fusionrl.config.pipeline import pause_mode
 from fusionrl.plan.placement import engine_sizes
 from fusionrl.plan.plan import Plan
 
 SHOWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Model types of which engine and trainer were equal in whole runs (`python -m tools.family_loops --bitwise`)."""
+"""Model types of which engine and trainer were equal in whole runs (`python -m tools.bitwise_loops`)."""
 
 _COLUMNS = 32  # of an MLP: an engine's rank on a CPU has a multiple
 
@@ -49,6 +50,9 @@ def _conflicts(config: Config, plan: Plan) -> Iterator[str]:
         yield f"--context-parallel-size {layout.cp}: it attends in another order; give 1"
     if plan.precision != plan.rollout_dtype:
         yield f"--precision {plan.precision} and --rollout-dtype {plan.rollout_dtype}: they round differently; give one"
+    if pause_mode(config, plan.knobs) == "in_place":
+        flag = "--pause-generation-mode" if plan.knobs is None else "--in-flight"
+        yield f"{flag} in_place: after a push, tokens are computed from the cache of older weights; give retract"
     if config.weights.verify_tolerance is not None:
         yield f"--verify-tolerance {config.weights.verify_tolerance:g}: it is 0; leave it out"
     if config.lora.lora_rank:

@@ -40,6 +40,8 @@ def made(device: Any = "cpu", passed: Any = None, model: Any = None, **values: A
         ),
         ({"precision": "bf16", "rollout_dtype": "fp32"}, "--precision bf16 and --rollout-dtype fp32"),
         ({"verify_tolerance": 0.5}, "--verify-tolerance 0.5"),
+        ({"pipeline": "async-partial", "in_flight": "in_place"}, "--in-flight in_place"),
+        ({"pause_generation_mode": "in_place"}, "--pause-generation-mode in_place"),
         ({"lora_rank": 4}, "--lora-rank 4"),
         ({"multimodal_keys": {"image": "images"}}, "--multimodal-keys"),
         ({"rollout_external_engine_addrs": ["host:1"]}, "--rollout-external-engine-addrs"),
@@ -63,7 +65,10 @@ def test_what_is_refused(values: dict[str, Any], named: str) -> None:
 
 def test_what_is_exact_on_a_cpu() -> None:
     two = {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "rollout_num_gpus_per_engine": 2}
-    for values in ({}, {"precision": "bf16", "rollout_dtype": "bf16"}, two | {"rollout_num_gpus": 2}):
+    for values in (
+        *({}, {"precision": "bf16", "rollout_dtype": "bf16"}, two | {"rollout_num_gpus": 2}),
+        {"pipeline": "async-partial"},
+    ):
         config, plan = made(**values)
         assert not bitwise_errors(config, plan)
         assert "enable_deterministic_inference" not in policy_server_args(config, plan, 0)
