@@ -1,8 +1,8 @@
 """Whether a run that is started again with the same flags, on the same machine, gives the same numbers bit by bit.
 
-Engines on a CPU honour the seeds of requests (`rollout/request_seeds.py`), a row of their fp32 products does not depend
-on the batch (`cpu/row_products.py`), and the samples of a rollout are trained in the order of their indexes. This
-module finds the other reasons: by the flags, and by what happened.
+Engines on a CPU honour the seeds of requests (`rollout/request_seeds.py`). A row of their fp32 products does not depend
+on the batch (`cpu/row_products.py`), nor with --bitwise a row in bf16 (`cpu/bitwise.py`). The samples of a rollout are
+trained in the order of their indexes. This module finds the other reasons: by the flags, and by what happened.
 """
 
 from collections.abc import Iterable, Mapping
@@ -75,7 +75,9 @@ def repeatability(
 
 
 def _by_flags(config: Config, plan: Plan) -> Iterable[str]:
-    if plan.device == "cuda":
+    if plan.device == "cuda" and config.run.bitwise:
+        yield "--device cuda: no GPU was tried with --bitwise"
+    elif plan.device == "cuda":
         yield "--device cuda: kernels add in another order each time"
     if is_streamed(config):
         yield f"--pipeline {config.run.pipeline} generates ahead: which weights sample a token depends on the time"
@@ -83,9 +85,9 @@ def _by_flags(config: Config, plan: Plan) -> Iterable[str]:
 
 def _of_engines(config: Config, plan: Plan) -> Iterable[str]:
     rollout, args = config.rollout, config.passthrough.sglang
-    if plan.device == "cuda" and not args.get("enable_deterministic_inference"):
+    if plan.device == "cuda" and not args.get("enable_deterministic_inference", config.run.bitwise):
         yield "SGLang reads seeds on a GPU only with --sglang-enable-deterministic-inference"
-    if plan.device == "cpu" and plan.rollout_dtype != "fp32":
+    if plan.device == "cpu" and plan.rollout_dtype != "fp32" and not config.run.bitwise:
         yield f"--rollout-dtype {plan.rollout_dtype}: products of the engines depend on the batch"
     if config.cluster.rollout_external_engine_addrs:
         yield "--rollout-external-engine-addrs: engines of others may not honour seeds"

@@ -28,9 +28,18 @@ def _judged(
 
 def test_a_plain_run_on_a_cpu_repeats() -> None:
     quiet = [{"rollout/raw_reward": 0.5, "rollout/requests_retried": 0.0}]
-    for finding in (_judged(steps=quiet), _judged(mode="sft"), _judged(custom_rollout_log_function_path="m.log")):
+    for finding in (
+        _judged(steps=quiet),
+        _judged(mode="sft"),
+        _judged(custom_rollout_log_function_path="m.log"),
+        _judged(bitwise=True, precision="bf16", rollout_dtype="bf16"),
+    ):
         assert finding.to_dict() == {"repeatable": True, "reasons": [], "functions": []}
         assert finding.describe().startswith("repeatable: ")
+
+
+def test_bitwise_on_gpus_is_not_tried() -> None:
+    assert _judged(device="cuda", bitwise=True).reasons == ("--device cuda: no GPU was tried with --bitwise",)
 
 
 def test_a_run_with_functions_repeats_if_they_do() -> None:
