@@ -41,7 +41,7 @@ _ROUNDING = 1e-4
 _TIMED = ("perf/", "hardware/")
 _SECTIONS: dict[str, Cause] = {"sync": "push", "eval": "eval", "rollout": "rollout", "pipeline": "schedule"}
 _GRADED = ("reward", "baseline_reward")
-_COMPARED = {"prompt", "prompt_tokens", "messages", "label", "tokens", "rollout_log_probs", "weight_versions"}
+_COMPARED = {"prompt", "prompt_tokens", "messages", "label", "rollout_log_probs", "weight_versions"}
 _COMPARED |= {"response", "response_length", *_GRADED}
 # Random names, and numbers of a group, by which samples are found.
 _UNCOMPARED = {"session_id", "index", "group_index", "rollout_id"}

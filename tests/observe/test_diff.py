@@ -158,6 +158,14 @@ def test_another_schedule(
     assert "part at step 2" in printed and "cause  the order of events in the pipeline" in printed and said in printed
 
 
+def test_another_tokenizer(one: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """The same text became other tokens of the prompt."""
+    two = Path(shutil.copytree(one, tmp_path / "two"))
+    rewrite(two, 2, lambda rows: rows[0]["tokens"].__setitem__(0, 7))
+    printed = diff(capsys, one, two, code=1)
+    assert "part at step 2" in printed and "first  sample 4 (group 2): tokens of token 0: 3, 7" in printed
+
+
 def test_rounding_of_another_batch_is_not_taken_for_other_weights(one: Path, tmp_path: Path, capsys: Capsys) -> None:
     def change(rows: list[dict[str, Any]]) -> None:
         for row in rows:
