@@ -77,8 +77,15 @@ def _weight_folders(runs: tuple[Path, Path], configs: Sequence[Mapping[str, obje
     starts = [_start_of(config) for config in configs]
     if starts[0] is not None and starts[1] is not None and starts[0] != starts[1]:
         pairs.append(("the models at the start", starts[0], starts[1]))
-    folders = [{path.name: path for path in Checkpoints(run / "checkpoints").finished()} for run in runs]
+    folders = [_trained_folders(run) for run in runs]
     return pairs + [(name, folders[0][name], folders[1][name]) for name in sorted(folders[0].keys() & folders[1])]
+
+
+def _trained_folders(run: Path) -> dict[str, Path]:
+    """Return the folders of weights in a run's checkpoints: of the policy or its adapters, and of other models."""
+    steps = Checkpoints(run / "checkpoints").finished()
+    folders = [path.parent for step in steps for path in step.glob("*/.metadata")]
+    return {f"{folder.parent.name}/{folder.name}": folder for folder in folders}
 
 
 def _start_of(config: Mapping[str, object]) -> Path | None:

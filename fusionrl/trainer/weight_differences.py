@@ -26,10 +26,10 @@ def first_differing_tensor(one: Path, other: Path) -> str | None:
         ValueError: a folder has no weights, or weights that cannot be read.
     """
     (names, read), (other_names, read_other) = _open(one), _open(other)
-    lacking = [(name, other) for name in names if name not in set(other_names)]
-    lacking += [(name, one) for name in other_names if name not in set(names)]
-    if lacking:
-        return f"{lacking[0][0]}: it is not in {lacking[0][1]}"
+    shared = set(names) & set(other_names)
+    for there, folder in ((names, other), (other_names, one)):
+        if lacking := next((name for name in there if name not in shared), None):
+            return f"{lacking}: it is not in {folder}"
     for name in names:
         if text := tensor_difference(read(name), read_other(name)):
             return f"{name}: {text}"

@@ -214,8 +214,15 @@ def test_checkpoints_are_compared_tensor_by_tensor(one: Path, tmp_path: Path, ca
     printed = diff(capsys, one, two, "--weights", code=1)
     assert "equal in samples and metrics" in printed
     assert (
-        "step_000002: the first tensor that differs is c: 1 of 6 elements differ, the first at [1, 2]: 1.0, 2.0"
+        "step_000002/trainer: the first tensor that differs is c: 1 of 6 elements differ, the first at [1, 2]: 1.0, 2.0"
         in printed
     )
+    for name in ("critic", "trainer-math"):
+        for run, value in ((one, 1.0), (two, 2.0)):
+            folder = run / "checkpoints" / "step_000001" / name
+            torch.distributed.checkpoint.save({"w": torch.tensor(value)}, checkpoint_id=folder, no_dist=True)
+        printed = diff(capsys, one, two, "--weights", code=1)
+        assert f"step_000001/{name}: the first tensor that differs is w: 1 of 1 elements differ" in printed
+        shutil.rmtree(two / "checkpoints" / "step_000001" / name)
     (two / "checkpoints" / "step_000001" / "trainer" / ".metadata").write_bytes(b"no pickle")
     assert "step_000001/trainer: it cannot be read" in diff(capsys, one, two, "--weights", code=2)
