@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.observe.metrics import read_metrics
+from fusionrl.observe.run_differences import is_timed
 
 ROOT = Path(__file__).parents[1]
 CASES: dict[str, list[str]] = {
@@ -36,12 +37,11 @@ _TIMEOUT_S = 3600.0
 
 def steps_of(run: Path, *, of_work: bool = True) -> dict[int, dict[str, Any]]:
     """Step → its numbers without times; `of_work`: those of rollouts, training and evaluation alone."""
-    left_out = ("perf/", "hardware/")
 
     def counts(name: str) -> bool:
         if of_work:
             return name.startswith(("train/", "rollout/", "eval/"))
-        return "/" in name and not name.startswith(left_out) and not name.endswith(("_s", "_per_s"))
+        return "/" in name and not is_timed(name)
 
     return {row["step"]: {k: v for k, v in row.items() if counts(k)} for row in read_metrics(run) if row["step"]}
 

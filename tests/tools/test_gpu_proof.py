@@ -12,7 +12,7 @@ import pytest
 from fusionrl import cli
 from tests.own_process import lives, wait_until
 from tools import gpu_proof
-from tools.proof import machine
+from tools.proof import machine, repeats
 from tools.proof.records import with_result
 from tools.proof.stage import Failed, Result, Setting, Stage, missing, run_stage
 from tools.proof.stages import STAGES, of_names, pages_rows
@@ -43,6 +43,17 @@ def test_a_row_is_filled_in_and_can_be_again() -> None:
     assert "| 2026-11-23, 1 x H100 | passed in" in with_result(empty, row, "2026-11-23, 1 x H100", passed)
     with pytest.raises(ValueError, match="0 rows begin with"):
         with_result(PAGE, "no such row", "x", passed)
+
+
+def test_two_runs_are_compared_without_times_and_readings_of_the_machine(tmp_path: Path) -> None:
+    for name, watts, seconds, loss in (("one", 300.0, 0.5, 1.0), ("two", 310.0, 0.6, 2.0)):
+        (tmp_path / name).mkdir()
+        row = {"step": 1, "time": seconds, "hardware/power_w/trainers": watts, "perf/time_train_s": seconds}
+        row |= {"train/loss": loss, "train/logprob_diff_mean": 0.25}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    figures = repeats.compare(tmp_path / "one", tmp_path / "two")
+    assert figures["differ in the second run"] == 1 and figures["the first of these"] == "step 1 train/loss"
+    assert figures["metrics"] == 2 and figures["log-probs of engine and trainer differ by"] == 0.25
 
 
 def test_what_the_machine_lacks_is_said() -> None:

@@ -11,17 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-_TIMES = ("perf/", "time")
+from fusionrl.observe.metrics import RESERVED_KEYS
+from fusionrl.observe.run_differences import is_timed
 
 
 def values_of(run: Path) -> dict[str, object]:
-    """Return the metrics of a run but for times, each by its step and name."""
+    """Return the metrics of a run but for times and what a machine measures, each by its step and name."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         f"step {row['step']} {name}": value
         for row in rows
         for name, value in row.items()
-        if not name.startswith(_TIMES) and "time" not in name
+        if name not in RESERVED_KEYS and not is_timed(name)
     }
 
 
