@@ -348,7 +348,7 @@ NUM_CANDIDATES = 256  # rows that are tokenized, those with the most bytes first
 TEMPLATE_TOKENS, MESSAGE_TOKENS = 256, 16
 
 
-IMAGE_TOKENS = "\0image tokens"  # of a row of `light_row`: tokens of each of its images
+IMAGE_TOKENS = "\0image tokens"  # of a row of `light_rows`: tokens of each of its images
 
 
 def most_bytes(

@@ -35,7 +35,7 @@ BESIDE_CALLS, TOOLS = "content beside tool_calls", "tools"
 CONTEXT = frozenset({*THOUGHTS, BESIDE_CALLS})
 # Words by which users of some models switch thoughts on and off; templates take them out of what was said.
 _SWITCHES = re.compile(r"/(?:no_?)?think\b|/system_override\b")
-_MARK = "name_of_no_tool"
+_NO_TOOL = "name_of_no_tool"
 _ADVICE = "write it into the content as the model would, take the field out, or take a chat template that renders it"
 
 
@@ -299,10 +299,10 @@ def _renders_calls(messages: list[Message], tools: object, render: Render) -> bo
     if number is None:
         return True
     *calls, last = messages[number]["tool_calls"]
-    marked = {**last, "function": {**last["function"], "name": _MARK}}
+    marked = {**last, "function": {**last["function"], "name": _NO_TOOL}}
     conversation = [*messages[:number], {**messages[number], "tool_calls": [*calls, marked]}]
     try:
-        return _MARK in call_template(render, conversation, tools)
+        return _NO_TOOL in call_template(render, conversation, tools)
     except TemplateError:  # it wants more messages behind the call
         return True
 

@@ -23,8 +23,8 @@ _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is 
 LOADER = "fusionrl.engines.weight_payload.load"
 """Load format of a payload that `fusionrl.engines.weight_payload` takes apart; engines on a CPU are started with it."""
 
-# These back ends need no GPU kernel (`cpu_attention` registers its own); without sleep_on_idle an idle scheduler
-# burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a
+# These back ends need no GPU kernel (`cpu/sglang_patches.py` registers the attention); without sleep_on_idle an idle
+# scheduler burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a
 # token anyway. A KV pool sized from free memory would take most of a machine that trainers share; it bounds how many
 # requests run, too, so the number of them need not be small.
 _CPU_DEFAULTS: dict[str, Any] = {
