@@ -91,9 +91,9 @@ def _of_engines(config: Config, plan: Plan) -> Iterable[str]:
         yield f"--rollout-dtype {plan.rollout_dtype}: products of the engines depend on the batch"
     if config.cluster.rollout_external_engine_addrs:
         yield "--rollout-external-engine-addrs: engines of others may not honour seeds"
-    if args.get("speculative_algorithm"):
+    if any(each.get("speculative_algorithm") for each in (args, *(group.server_args for group in plan.groups))):
         yield "--sglang-speculative-algorithm: engines that draft read no seeds"
-    if plan.lora_push is not None or config.lora.lora_adapters:
+    if plan.lora_push == "adapter":
         yield "engines that add adapters were not tried: --lora-push merged"
     kinds = {type(kind) for kind in (*plan.shape.attention, *plan.shape.mlp)}
     names = sorted(kind.__name__ for kind in kinds if kind not in _TRIED)

@@ -33,6 +33,7 @@ def test_a_plain_run_on_a_cpu_repeats() -> None:
         _judged(mode="sft"),
         _judged(custom_rollout_log_function_path="m.log"),
         _judged(bitwise=True, precision="bf16", rollout_dtype="bf16"),
+        _judged(lora_rank=8, lora_push="merged"),
     ):
         assert finding.to_dict() == {"repeatable": True, "reasons": [], "functions": []}
         assert finding.describe().startswith("repeatable: ")
@@ -57,6 +58,7 @@ def test_a_run_with_functions_repeats_if_they_do() -> None:
         ({"pipeline": "async-partial"}, "--pipeline async-partial"),
         ({"rollout_dtype": "bf16"}, "--rollout-dtype bf16"),
         ({"sglang": {"speculative_algorithm": "NGRAM"}}, "read no seeds"),
+        ({"engine_group": ["g:num_gpus=1,speculative-algorithm=NGRAM"], "rollout_num_gpus": 1}, "read no seeds"),
         ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "engines of others"),
         ({"lora_rank": 8}, "--lora-push merged"),
         *(({"steps": [{}, {f"rollout/{name}": 1.0}]}, text) for name, text in [("engines_died", "an engine died")]),
