@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+logger = logging.getLogger(__name__)
+
 
 def register(*, speculates: bool, adapts: bool) -> None:
     """Patch this process, and those forked from it; call it once.
@@ -76,9 +78,6 @@ def _sleep_while_paused() -> None:
         self.maybe_sleep_on_idle()
 
     Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
-
-
-logger = logging.getLogger(__name__)
 
 
 def register_attention() -> None:

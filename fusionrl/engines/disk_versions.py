@@ -32,6 +32,8 @@ from fusionrl.base.files import plain_name
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+logger = logging.getLogger(__name__)
+
 Encoding = Literal["xor", "overwrite"]
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
@@ -129,8 +131,6 @@ def checksum_of(data: ReadableBuffer | np.ndarray, kind: str) -> str:
     checksum.update(data.view(np.uint8).data if isinstance(data, np.ndarray) else data)
     return checksum.hexdigest()
 
-
-logger = logging.getLogger(__name__)
 
 _CHUNK = 16 * 1024**2
 MANIFEST = "manifest.json"

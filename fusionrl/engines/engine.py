@@ -30,6 +30,8 @@ from fusionrl.observe.spans import phase
 if TYPE_CHECKING:
     import numpy as np
 
+logger = logging.getLogger(__name__)
+
 _WEIGHTS_TIMEOUT_S = 1800.0
 _FLUSH_WAIT_S = 10
 CONTROL_TIMEOUT_S = 300.0
@@ -204,9 +206,6 @@ class EngineControl:
     def resume_memory(self, tags: list[str] | None) -> None:
         """Take back what `release_memory` gave; the contents of released weights are undefined until updated."""
         self._post("/resume_memory_occupation", {} if tags is None else {"tags": tags})
-
-
-logger = logging.getLogger(__name__)
 
 
 _MAX_TMPDIR_BYTES = 60  # SGLang's sockets have names of up to 30 behind it

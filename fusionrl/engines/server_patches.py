@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from fusionrl.models.shape import ModelShape
 
+logger = logging.getLogger(__name__)
+
 
 def install_rendezvous() -> None:
     """Replace the handler, and the constructor of groups that SGLang calls; imports torch. Idempotent."""
@@ -66,9 +68,6 @@ def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: object) -> 
         store = dist.FileStore(str(Path(folder, f"world-{address.port}")), query["world_size"])
         store.set_timeout(timeout)
     yield store, query["rank"], query["world_size"]
-
-
-logger = logging.getLogger(__name__)
 
 
 def stamp_streams() -> None:

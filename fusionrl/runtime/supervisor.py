@@ -23,6 +23,8 @@ from fusionrl.base.environment import hide_passwords
 from fusionrl.base.memory_groups import MemoryKills
 from fusionrl.weights.remote_calls import Reference, gather
 
+logger = logging.getLogger(__name__)
+
 _NUM_LINES = 10
 _MAX_TAIL_BYTES = 65536
 _LOOK_S = 0.2
@@ -143,9 +145,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         errors = (cause for cause in causes if isinstance(cause, BaseException))
         chain += [error for error in errors if all(error is not known for known in chain)]
     return chain
-
-
-logger = logging.getLogger(__name__)
 
 
 class Terminated(Exception):

@@ -42,6 +42,8 @@ from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.weights.remote_calls import waited_for
 
+logger = logging.getLogger(__name__)
+
 _ANSWER_S = 3.0
 _BETWEEN_S = 1.0  # two looks at an engine
 _NODE_S = 20.0  # a Ray worker may have to start there
@@ -139,7 +141,6 @@ def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:
 
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 _WAKE_SIGNAL = signal.SIGRTMIN + 5  # to the driver's main thread; no other code sends it
 _HIDDEN = ("weights/remote_calls.py", "runtime/watchdog.py", "observe/spans.py")

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from fusionrl.trainer.model import Trained
 
+logger = logging.getLogger(__name__)
+
 
 def _pinned(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -148,9 +150,6 @@ def _on_device(saved: Tensor | Kept, param: Tensor) -> Tensor:
     data = torch.empty_like(param.data)
     saved.read(data)
     return data
-
-
-logger = logging.getLogger(__name__)
 
 
 Backend: TypeAlias = Any  # torch's of a process group; it has `suspend` and `resume`, which are collective, since 2.13

@@ -25,6 +25,8 @@ from fusionrl.base.group_stores import MIXED_GROUP, PUSH_GROUP, attend, call_off
 from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.weights.remote_calls import Reference, future_of, wait_all
 
+logger = logging.getLogger(__name__)
+
 _CALL_OFF_S = 5.0  # for the run's own engines to notice that a meeting is called off
 
 
@@ -182,8 +184,6 @@ def init_external_group(
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
 
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
