@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(name)) for name in ("*.safetensors", ".metadata", "trainer/.metadata"))
+    return any(any(folder.glob(name)) for name in ("*.safetensors", ".metadata", "*/.metadata"))
 
 
 def _run(name: str) -> Path:

@@ -41,18 +41,37 @@ def tensor_difference(one: torch.Tensor, other: torch.Tensor) -> str:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         kinds = (f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (one, other))
         return ", ".join(kinds)
+    if not one.numel():
+        return ""
     bits = [tensor.contiguous().flatten().view(torch.uint8).view(one.numel(), -1) for tensor in (one, other)]
-    differing = (bits[0] != bits[1]).any(-1).nonzero().flatten() if one.numel() else torch.empty(0)
+    differing = (bits[0] != bits[1]).any(-1).nonzero().flatten()
     if not len(differing):
         return ""
-    place = [int(index) for index in torch.unravel_index(differing[0], one.shape)]
+    place = [int(index) for index in torch.unravel_index(differing[0], one.shape)] if one.dim() else []
     values = (tensor.flatten()[differing[0]].item() for tensor in (one, other))
     return f"{len(differing)} of {one.numel()} elements differ, the first at {place}: {', '.join(map(str, values))}"
 
 
 def _open(folder: Path) -> _Reader:
-    checkpoint = next((path for path in (folder, folder / "trainer") if (path / ".metadata").is_file()), None)
-    return _open_safetensors(folder) if checkpoint is None else _open_checkpoint(checkpoint)
+    """Open a folder of safetensors files or of a checkpoint, or the folders of a checkpoint's several models."""
+    if (folder / ".metadata").is_file():
+        return _open_checkpoint(folder)
+    # The policy or one of its adapters comes first, then a critic or reward model.
+    models = [path.parent for path in folder.glob("*/.metadata")]
+    models.sort(key=lambda path: (not path.name.startswith("trainer"), path.name))
+    if not models:
+        return _open_safetensors(folder)
+    places: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {}
+    for model in models:
+        names, read = _open_checkpoint(model)
+        prefix = "" if model.name == "trainer" else f"{model.name}: "
+        places |= {prefix + name: (read, name) for name in names}
+
+    def read_of(name: str) -> torch.Tensor:
+        read, own_name = places[name]
+        return read(own_name)
+
+    return list(places), read_of
 
 
 def _open_safetensors(folder: Path) -> _Reader:
@@ -70,7 +89,7 @@ def _open_checkpoint(folder: Path) -> _Reader:
     """Weights come first, then the optimizer's tensors."""
 
     def blamed(error: BaseException) -> ValueError:
-        return ValueError(f"checkpoint {folder}: it cannot be read ({str(error).splitlines()[0]:.200})")
+        return ValueError(f"checkpoint {folder}: it cannot be read ({_first_line(error):.200})")
 
     def read(name: str) -> torch.Tensor:
         part = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype)}
@@ -88,3 +107,7 @@ def _open_checkpoint(folder: Path) -> _Reader:
         raise blamed(error) from error
     sizes = {name: facts for name, facts in stored.items() if isinstance(facts, TensorStorageMetadata)}
     return sorted(sizes, key=lambda name: name.startswith("optimizer")), read
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

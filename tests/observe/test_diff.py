@@ -226,3 +226,46 @@ def test_checkpoints_are_compared_tensor_by_tensor(one: Path, tmp_path: Path, ca
         shutil.rmtree(two / "checkpoints" / "step_000001" / name)
     (two / "checkpoints" / "step_000001" / "trainer" / ".metadata").write_bytes(b"no pickle")
     assert "step_000001/trainer: it cannot be read" in diff(capsys, one, two, "--weights", code=2)
+
+
+def save_checkpoint(run: Path, step: int, **models: dict[str, torch.Tensor]) -> Path:
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    for name, state in models.items():
+        folder_of_model = folder / name.replace("_", "-")
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder_of_model, no_dist=True)
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(("first", "other"), [("trainer", "critic"), ("trainer_a", "trainer_b")])
+def test_all_models_of_one_checkpoint_are_compared(tmp_path: Path, capsys: Capsys, first: str, other: str) -> None:
+    """The folder of a step is given: with a critic, or several adapters, which have no common folder."""
+    folders = []
+    for run, value in (("one", 1.0), ("two", 2.0)):
+        models = {first: {"w": torch.ones(2)}, other: {"w": torch.full((2,), value)}}
+        folders.append(save_checkpoint(tmp_path / run, 1, **models))
+    said = f"is {other.replace('_', '-')}: w: 2 of 2 elements differ, the first at [0]: 1.0, 2.0"
+    assert said in diff(capsys, *folders, code=1)
+
+
+def test_tensors_without_sizes_or_elements(tmp_path: Path, capsys: Capsys) -> None:
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / name).mkdir()
+        tensors = {"a": torch.ones(0, 3), "scale": torch.tensor(value)}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    printed = diff(capsys, tmp_path / "one", tmp_path / "two", code=1)
+    assert "is scale: 1 of 1 elements differ, the first at []: 1.0, 2.0" in printed
+
+
+def test_an_error_without_a_text_is_named(
+    one: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(reader: object) -> None:
+        raise AssertionError
+
+    two = train(tmp_path / "two")
+    for run in (one, two):
+        save_checkpoint(run, 1, trainer={"a": torch.ones(2)})
+    monkeypatch.setattr(torch.distributed.checkpoint.FileSystemReader, "read_metadata", refuse)
+    assert "step_000001/trainer: it cannot be read (AssertionError)" in diff(capsys, one, two, "--weights", code=2)
