@@ -347,6 +347,8 @@ class LocalLauncher(Launcher):
         os.environ.update(collective_interfaces(LOOPBACK, os.environ))
         os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
         os.environ.setdefault(*MKL_MODE)
+        if self._config.run.bitwise and plan.device == "cuda":
+            os.environ.update(DETERMINISTIC_GPU)
         if plan.layout is not None:
             # Here, for where the threads of trainer and Buffer import it at once, one may find sympy half imported.
             import_module("torch.fx.experimental.symbolic_shapes")
