@@ -55,10 +55,21 @@ class Repeatability:
 
 
 def repeatability(
-    config: Config, plan: Plan, steps: Iterable[Mapping[str, object]] = (), depends_on_batch: bool = False
+    config: Config,
+    plan: Plan,
+    steps: Iterable[Mapping[str, object]] = (),
+    *,
+    depends_on_batch: bool = False,
+    has_external: bool = False,
 ) -> Repeatability:
-    """Judge a run by its flags and by the metrics of its `steps`; `depends_on_batch`: so do products of its engines."""
+    """Judge a run by its flags and by the metrics of its `steps`.
+
+    depends_on_batch  products of its engines do
+    has_external      engines of others joined it, by the flag or by engines.txt
+    """
     reasons = [*_by_flags(config, plan), *(_of_engines(config, plan) if uses_engines(config) else ())]
+    if has_external and not config.cluster.rollout_external_engine_addrs:
+        reasons.append("engines of others joined (engines.txt), which may not honour seeds")
     if depends_on_batch:
         reasons.append("on this processor the last bits of the engines' products depend on the batch")
     for step in steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
+from fusionrl.observe.run_dir import read_states
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.repeatable import repeatability
@@ -210,7 +212,17 @@ def run_training(
 
 def _tell_repeatability(config: Config, plan: Plan, path: Path, progress: Progress) -> None:
     """Print whether the run repeats bit by bit and why not, and write it into the run's folder."""
-    logs = [log.read_text(encoding="utf-8", errors="replace") for log in (path / "logs").glob("engine-*.log")]
-    finding = repeatability(config, plan, read_metrics(path), any(DEPENDS_ON_BATCH in log for log in logs))
+    depends_on_batch = any(DEPENDS_ON_BATCH in line for line in _log_lines(path / "logs"))
+    has_external = any(engine["state"] != "refused" for engine in read_states(path))
+    finding = repeatability(
+        config, plan, read_metrics(path), depends_on_batch=depends_on_batch, has_external=has_external
+    )
     progress.print(finding.describe())
     write_atomically(path / REPEATABLE, json.dumps(finding.to_dict(), indent=2) + "\n")
+
+
+def _log_lines(folder: Path) -> Iterator[str]:
+    """Lines of the engines' logs, which may be larger than the memory."""
+    for log in folder.glob("engine-*.log"):
+        with log.open(encoding="utf-8", errors="replace") as file:
+            yield from file

@@ -17,13 +17,15 @@ def _judged(
     steps: list[dict[str, float]] | None = None,
     family: str | None = None,
     sglang: dict[str, Any] | None = None,
+    has_external: bool = False,
     **values: Any,
 ) -> Repeatability:
     config = Config.from_flat(
         {"rollout_batch_size": 8, "num_rollout": 3, "rm_type": "math", **values}, PassThrough(sglang=sglang or {})
     )
     shape = shape_from_hf_config(SMALL) if family is None else shape_of(family)
-    return repeatability(config, make_plan(config, shape, device=device, num_prompts=100, num_cores=8), steps or [])
+    plan = make_plan(config, shape, device=device, num_prompts=100, num_cores=8)
+    return repeatability(config, plan, steps or [], has_external=has_external)
 
 
 def test_a_plain_run_on_a_cpu_repeats() -> None:
@@ -60,6 +62,7 @@ def test_a_run_with_functions_repeats_if_they_do() -> None:
         ({"sglang": {"speculative_algorithm": "NGRAM"}}, "read no seeds"),
         ({"engine_group": ["g:num_gpus=1,speculative-algorithm=NGRAM"], "rollout_num_gpus": 1}, "read no seeds"),
         ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "engines of others"),
+        ({"has_external": True}, "engines of others joined (engines.txt)"),
         ({"lora_rank": 8}, "--lora-push merged"),
         *(({"steps": [{}, {f"rollout/{name}": 1.0}]}, text) for name, text in [("engines_died", "an engine died")]),
         ({"steps": [{"eval/requests_retried": 2.0}]}, "sent again"),
