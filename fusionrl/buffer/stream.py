@@ -272,6 +272,9 @@ class Stream(ScheduledLoop):
         def ended(task: asyncio.Task[None]) -> None:
             if self._tasks.get(ordinal) is task:  # else it is tried again meanwhile
                 del self._tasks[ordinal]
+            if not task.cancelled() and (error := task.exception()) is not None:  # the run ends with it
+                self._failed.append(error)
+                self._wake.set()
 
         task.add_done_callback(ended)
 
@@ -304,14 +307,11 @@ class Stream(ScheduledLoop):
             if self._is_ending or ordinal not in self._live or (task is not None and task.cancelling()):
                 raise
             # Else the group would be under way for ever.
-            self._failed.append(RuntimeError(f"sample {group[0].index} and its siblings were cancelled from within"))
-            self._wake.set()
-            return
-        except Exception as error:  # of a user's function, or of the engines: the run ends with it
-            if ordinal in self._live:  # a group that was dropped matters no more
-                self._failed.append(error)
-                self._wake.set()
-            return
+            raise RuntimeError(f"sample {group[0].index} and its siblings were cancelled from within") from None
+        except Exception:  # of a user's function, or of the engines
+            if ordinal in self._live:
+                raise
+            return  # a group that was dropped matters no more
         if ordinal not in self._live:
             return
         self._token_counts.generated(ordinal, samples)

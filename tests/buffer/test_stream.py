@@ -494,3 +494,14 @@ def test_a_run_follows_the_order_of_a_record(
         orders.append((rows, numbers, file.read_text()))
     for first, second in zip(*orders, strict=True):
         assert first == second
+
+
+def test_a_run_that_leaves_its_record_ends(stream: Make, tmp_path: Path) -> None:
+    """Its filter drops a group that the record has as ready."""
+    first = stream("async", run="first")
+    first.rows(2)
+    first.stop()
+    record = str(tmp_path / "first")
+    second = stream("async", run="second", replay_schedule=record, dynamic_sampling_filter_path="odd_prompts")
+    with pytest.raises(ValueError, match=r"the record has GroupReady \d+ where this run comes to Drop \d+ filtered"):
+        second.rows(2)
