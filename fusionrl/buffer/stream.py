@@ -107,8 +107,7 @@ class Stream(ScheduledLoop):
         self._refused: Groups | None = [] if border.hook("rollout_all_samples_process_path") else None
         self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
-        self._answer: Future[Action] | None = None
-        self._batch = Batch([], first_version)  # of the last fetch
+        self._answer: Future[Action | Batch] | None = None
         self._label = first_version  # of the engines' weights
         self._clock, self._token_counts = StreamClock(), TokenCounts()
 
@@ -118,11 +117,11 @@ class Stream(ScheduledLoop):
 
         Raises what a group raised, or ValueError if the data ended before the run, or too many groups failed.
         """
-        fetch = self._ask(Fetch, Stop)
-        if isinstance(fetch, Stop):
-            raise ValueError(self.state.failure or f"--num-rollout: {fetch.reason or 'there is nothing left to train'}")
-        assert isinstance(fetch, Fetch)
-        return self._batch
+        batch = self._ask(Fetch, Stop)
+        if isinstance(batch, Stop):
+            raise ValueError(self.state.failure or f"--num-rollout: {batch.reason or 'there is nothing left to train'}")
+        assert isinstance(batch, Batch)
+        return batch
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
@@ -231,12 +230,11 @@ class Stream(ScheduledLoop):
         assert answer is not None
         if isinstance(action, Fetch):  # before it is applied, so that the message names the sample
             check_bound([self._live[ordinal].finished for ordinal in action.ordinals], self._label, self.knobs)
-        if isinstance(action, get_args(Started)):
+        if isinstance(action, _STARTED):
             self._apply(action)
-        if isinstance(action, Fetch):  # now, or its metrics would depend on when the driver's thread runs
-            self._batch = self._taken(action)
         self._answer = None
-        answer.set_result(action)
+        # A batch is taken now, or its metrics would depend on when the driver's thread runs.
+        answer.set_result(self._taken(action) if isinstance(action, Fetch) else action)
         return isinstance(action, _STARTED)
 
     def _admit(self, action: Admit) -> None:
@@ -367,9 +365,9 @@ class Stream(ScheduledLoop):
         self._retries = retries
         return new
 
-    def _ask(self, *kinds: type) -> Action:
-        """Wait until the controller decides on one of these kinds of action."""
-        answer: Future[Action] = Future()
+    def _ask(self, *kinds: type) -> Action | Batch:
+        """Wait until the controller decides on one of these kinds of action; for a fetch, return its batch."""
+        answer: Future[Action | Batch] = Future()
 
         def ask() -> None:
             self._wanted, self._answer = kinds, answer

@@ -1,8 +1,10 @@
 """The stream: generation runs ahead under a bound, and nothing is lost or doubled."""
 
 import asyncio
+import gc
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +126,14 @@ def test_samples_in_flight_are_bounded(stream: Make) -> None:
     running.rows(3)
     # Groups of two: a third sample has no place for its sibling, but where one of two ends first, another group begins.
     assert 2 <= running.hooks["MOST"][0] <= 3
+
+
+def test_a_batch_that_is_taken_is_not_kept(stream: Make) -> None:
+    running = stream("async")
+    batch = running.buffer._running.next_batch()
+    samples = [weakref.ref(sample) for group in batch.groups for sample in group]
+    del batch
+    wait_until(lambda: gc.collect() >= 0 and not any(sample() for sample in samples))
 
 
 def test_a_hook_sees_all_groups_also_those_that_the_filter_refused(stream: Make) -> None:
