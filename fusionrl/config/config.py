@@ -76,7 +76,10 @@ class HookArgs(argparse.Namespace):
                 return action.default
         raise AttributeError(f"args has no {name!r}: neither a flag nor a slime name (docs/guides/from-slime.md)")
 
-    SHARED = ("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state", "client_loop")
+    SHARED = (
+        *("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state", "client_loop"),
+        "begun_samples",
+    )
 
     def __deepcopy__(self, memo: dict[int, object]) -> HookArgs:
         return HookArgs(

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 
 _MOST_SIBLINGS = 2**16
 _MOST_BEGUN = 2**16  # samples of a stream, of which those that began longest ago are forgotten
-_BEGUN = "begun_samples"  # attribute of `args`
+_BEGUN = "begun_samples"  # attribute of `args`, of `HookArgs.SHARED`
 SEEDED_BY_INDEX = "seeded_by_index"  # attribute of `args`: in a stream a sample has no rollout until it is trained
 _lock = threading.Lock()
 

@@ -1,8 +1,13 @@
 """Seeds of requests: the same in every run, different for everything that a run asks."""
 
 import asyncio
+import copy
 from argparse import Namespace
 
+from fusionrl.config.config import HookArgs
+from fusionrl.data.sample import Sample
+from fusionrl.rewards.dispatch import RewardSettings, call_of
+from fusionrl.rewards.reward_call import Scorer
 from fusionrl.rollout.request_seeds import begin_sample, sampling, seeds_in_context
 
 
@@ -33,6 +38,16 @@ def test_whatever_differs_has_another_seed() -> None:
         *(begin_sample(args, 5, number).next(10) for number in (1, 2)),  # siblings that share an index
     ]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_the_counts_of_samples_stay_in_the_process_and_are_the_same_in_copies() -> None:
+    """They would go to the reward process with every sample, 65,536 entries in a long run."""
+    args = HookArgs(rollout_seed=42, rollout_id=3, rm_type=None, custom_rm_path="a.py:f", reward_timeout_s=1.0)
+    first = begin_sample(args, 5)
+    call = call_of(RewardSettings.of_args(args), Scorer("a.py:f", "", ""), [Sample()], {})
+    assert vars(call.args or Namespace()).keys() == vars(args).keys() - {"begun_samples"}
+    again = begin_sample(copy.deepcopy(args), 5)
+    assert len({first.next(10), again.next(10), begin_sample(args, 5).next(10)}) == 3
 
 
 def test_the_seeds_of_siblings_follow_one_another() -> None:
