@@ -86,7 +86,7 @@ def eval_sets(args: Namespace) -> list[EvalSet]:
 
 
 def readable_sets(config: Config) -> list[EvalSet]:
-    """Return the sets of a run; none where they cannot be read, which `checks.evaluation` reports."""
+    """Return the sets of a run; none where they cannot be read, which `checks.rollout` reports."""
     try:
         return eval_sets(config.to_args()) if len(config.eval.eval_prompt_data) % 2 == 0 else []
     except ValueError:

@@ -96,7 +96,7 @@ class Knobs:
 
     @property
     def num_versions(self) -> int:
-        """Return of how many versions requests may be in flight at once, the one that is being pushed included."""
+        """Return the most versions whose requests may be in flight at once, the one that is being pushed included."""
         return self.max_staleness + 2
 
     def staleness_error(self, what: str, sampled: int, newest: int) -> str | None:
