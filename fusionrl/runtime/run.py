@@ -205,9 +205,9 @@ def run_training(
         title = f"{path.resolve().name} ({config.run.mode})"
         drawing = drawing_thread.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
     drawing.result()
-    _tell_repeatability(config, plan, path, progress)
     if exported is not None:
         write_model_card(Path(exported), config, plan, read_metrics(path), path / "curves.png")
+    _tell_repeatability(config, plan, path, progress)
 
 
 def _tell_repeatability(config: Config, plan: Plan, path: Path, progress: Progress) -> None:
