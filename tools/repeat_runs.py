@@ -14,6 +14,7 @@ the exported weights are equal byte by byte. Exits with 1 if one is not. Folders
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def _finished(run: Path, flags: list[str], is_killed: bool = False) -> Path:
     """Return the run's folder; make the run if it has not ended well before."""
     if (run / "hf" / "model.safetensors").exists():
         return run
+    shutil.rmtree(run, ignore_errors=True)  # an unfinished one
     saves = [] if is_killed else ["--no-save"]
     command = _command([*flags, *saves, "--save-hf", str(run / "hf"), "--run-dir", str(run)])
     if is_killed:
