@@ -8,7 +8,7 @@ from fusionrl.config.config import HookArgs
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import RewardSettings, call_of
 from fusionrl.rewards.reward_call import Scorer
-from fusionrl.rollout.request_seeds import begin_sample, sampling, seeds_in_context
+from fusionrl.rollout.request_seeds import SEEDED_BY_INDEX, begin_sample, sampling, seeds_in_context
 
 
 def _args(rollout_id: int | None = 3, seed: int = 42) -> Namespace:
@@ -38,6 +38,14 @@ def test_whatever_differs_has_another_seed() -> None:
         *(begin_sample(args, 5, number).next(10) for number in (1, 2)),  # siblings that share an index
     ]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_in_a_stream_the_rollout_does_not_matter() -> None:
+    """A sample has none until it is trained."""
+    args, later = _args(rollout_id=3), _args(rollout_id=4)
+    for each in (args, later):
+        setattr(each, SEEDED_BY_INDEX, True)
+    assert begin_sample(args, 5).next(10) == begin_sample(later, 5).next(10)
 
 
 def test_the_counts_of_samples_stay_in_the_process_and_are_the_same_in_copies() -> None:
