@@ -196,8 +196,8 @@ class BufferActor:
         saved = self.source.take_stream()
         stream: Stream
         if functions.where is None:
-            record = self.config.pipelining.replay_schedule
-            entries = [] if record is None else await asyncio.to_thread(read_schedule, Path(record))
+            record, needs_turns = self.config.pipelining.replay_schedule, self.plan.knobs.in_flight == "retract"
+            entries = [] if record is None else await asyncio.to_thread(read_schedule, Path(record), needs_turns)
             stream = Stream(*begun, saved, Schedule(schedule_file(self.run_dir, self.attempt), entries))
         else:
             stream = BatchStream(*begun, saved, functions, self._collector.call, self._abort)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, get_args
 from fusionrl.buffer.schedule import Entry, Schedule, entry_of
 from fusionrl.pipeline.controller import apply
 from fusionrl.pipeline.knobs import Knobs
-from fusionrl.pipeline.state import Action, Drop, Event, GroupReady, Started, State
+from fusionrl.pipeline.state import Action, Drop, Event, GroupReady, Push, Pushed, Started, State
+from fusionrl.rollout.turn_versions import EngineVersions, Turns
 
 _JOIN_S = 30.0  # for the tasks under way to end when they are cancelled
 _ENDED = "the stream has ended"
@@ -43,9 +44,13 @@ class LoopThread:
         """End everything that is under way."""
         if self._thread is not None and self._thread.is_alive():
             self._is_ending = True
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._wake.set)
+            self._wake_up()
             self._thread.join(_JOIN_S)  # a function that ignores its end is ended with the process
+
+    def _wake_up(self) -> None:
+        """Let `_main` look again; from any thread."""
+        with suppress(RuntimeError):  # it has just ended
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def _run(self, started: Future[None]) -> None:
         self._asked.add(started)
@@ -100,13 +105,18 @@ class LoopThread:
 class ScheduledLoop(LoopThread):
     """Owns the controller's state; what happens to it is written to the schedule, and follows its record.
 
-    Without a schedule nothing is written, and without a record, or after its end, nothing is held back.
+    Without a schedule nothing is written, and without a record, or after its end, nothing is held back. If a push
+    changes the weights within answers, the record has the versions of these, too.
     """
 
-    def __init__(self, state: State, knobs: Knobs, schedule: Schedule | None) -> None:
+    def __init__(self, state: State, knobs: Knobs, schedule: Schedule | None, version: int = 0) -> None:
+        """`version`: of the engines' weights, as their tokens have it."""
         super().__init__()
         self.state, self.knobs = state, knobs
         self._schedule = schedule
+        self._versions: EngineVersions | None = None
+        if schedule is not None and knobs.in_flight == "retract":
+            self._versions = EngineVersions(version, schedule.turns, self._wake_up)
         self._held_back: list[tuple[list[Entry], Callable[[], None]]] = []  # events' entries, what one of them runs
 
     def _run(self, started: Future[None]) -> None:
@@ -114,16 +124,18 @@ class ScheduledLoop(LoopThread):
         if self._schedule is not None:  # until now a caller's event may still come, as while clients close
             self._schedule.close()
 
-    def _happen(self, event: Event | Drop) -> None:
-        self._apply(event)
+    def _happen(self, event: Event | Drop, turns: Turns | str | None = None) -> None:
+        self._apply(event, turns)
         self._wake.set()
 
-    def _apply(self, event: Event | Started) -> None:
+    def _apply(self, event: Event | Started, turns: Turns | str | None = None) -> None:
         if self._schedule is not None:
-            self._schedule.note(event)
+            self._schedule.note(event, turns)
         apply(self.state, self.knobs, event)
 
     def _is_due(self, action: Action) -> bool:
+        if isinstance(action, Push) and self._versions is not None and self._versions.are_needed():
+            return False
         return self._schedule is None or not isinstance(action, get_args(Started)) or self._schedule.is_due(action)
 
     def _when_due(self, event: Event, function: Callable[[], None]) -> None:
@@ -133,6 +145,12 @@ class ScheduledLoop(LoopThread):
         else:
             self._held_back.append(([entry_of(event)], function))
             self._wake.set()
+
+    def _when_pushed(self, version: int, function: Callable[[], None]) -> None:
+        """Run a function at the place of the push's end, before which answers of the new weights may have ended."""
+        if self._versions is not None:
+            self._versions.push(version)
+        self._when_due(Pushed(), function)
 
     async def _end_is_due(self, ordinal: int) -> None:
         """Wait until the end of a group is next in the record that is followed; return at once without one."""
@@ -149,10 +167,15 @@ class ScheduledLoop(LoopThread):
             return
         while self._held_back:
             following = self._schedule.next
-            place = next((i for i, (entries, _) in enumerate(self._held_back) if following in (None, *entries)), None)
+            place = next((i for i, (entries, _) in enumerate(self._held_back) if _is_one(following, entries)), None)
             if place is None:
                 return
             self._held_back.pop(place)[1]()
+
+
+def _is_one(following: Entry | None, entries: list[Entry]) -> bool:
+    """Return whether the record has one of these events next, or has ended; it may say more of an event."""
+    return following is None or any(following[: len(entry)] == entry for entry in entries)
 
 
 def _resolve(due: Future[None]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from fusionrl.observe.formats import to_json
 from fusionrl.pipeline.state import Drop, Event, Fetch, Started
+from fusionrl.rollout.turn_versions import Turns
 
 Entry = list[object]
 _FLAG = "--replay-schedule"
+_FILTERED = "filtered"  # a group is dropped at its end, where others are dropped in flight
 _NOT_REPEATED = {"GroupFailed": "a group failed", "Parked": "a group was handed back", "StreamEnd": "the data ended"}
 
 
@@ -34,8 +37,21 @@ def schedule_file(run: Path, attempt: int) -> Path:
     return run / f"schedule.a{attempt}.jsonl"
 
 
-def read_schedule(run: Path) -> list[Entry]:
+def outlasts_record(run: Path, record: Path) -> bool:
+    """Return whether a run that followed the record of another one has had more events than it."""
+    return schedule_file(run, 1).stat().st_size > schedule_file(record, 1).stat().st_size
+
+
+def _turns_in(entry: Entry) -> Turns | str | None:
+    """Return the versions of a group's turns, or why they do not repeat; None: the entry has none."""
+    place = {"GroupReady": 2, "Drop": 3}.get(str(entry[0]))
+    return None if place is None or len(entry) <= place else cast("Turns | str", entry[place])
+
+
+def read_schedule(run: Path, needs_turns: bool = False) -> list[Entry]:
     """Return the events that a run recorded; a line that a kill cut off ends them.
+
+    needs_turns  answers may have several weight versions, and the record must have those of each group
 
     Raises:
         ValueError: it has none, or some that no other run can repeat.
@@ -55,6 +71,12 @@ def read_schedule(run: Path) -> list[Entry]:
             raise ValueError(f"{path}, line {number}: it is not an event")
         if why := _NOT_REPEATED.get(entry[0]):
             raise ValueError(f"{path}, line {number}: {why}, which does not repeat by order alone; name another run")
+        if needs_turns and (entry[0] == "GroupReady" or entry[2:3] == [_FILTERED]):
+            turns = _turns_in(entry)
+            if isinstance(turns, str):
+                raise ValueError(f"{path}, line {number}: {turns}, which no replay repeats; name another run")
+            if turns is None:
+                raise ValueError(f"{path}: it lacks the weight versions of answers; record a run of this fusionrl")
         entries.append(entry)
     return entries
 
@@ -65,6 +87,12 @@ class Schedule:
     def __init__(self, path: Path, record: Sequence[Entry] = ()) -> None:
         self._record, self._place = record, 0
         self._file = path.open("ab", buffering=0)
+
+    @property
+    def turns(self) -> dict[int, Turns]:
+        """Ordinal → weight versions of its turns, of each group that the record has to its end."""
+        found = ((entry, _turns_in(entry)) for entry in self._record)
+        return {cast("int", entry[1]): turns for entry, turns in found if isinstance(turns, list)}
 
     @property
     def next(self) -> Entry | None:
@@ -83,13 +111,17 @@ class Schedule:
             ValueError: the record has another action of its kind here: the runs are not the same.
         """
         entry, following = entry_of(event), self.next
-        if following is not None and following[0] == entry[0] and following != entry:
+        if following is not None and following != entry and following[0] == entry[0] and following[2:3] != [_FILTERED]:
             raise ValueError(f"{_FLAG}: {_differs(following, entry)}")
         return following is None or following == entry
 
-    def note(self, event: Event | Started) -> None:
-        """Write an event that happens. ValueError: the record has another one here."""
-        entry, following = entry_of(event), self.next
+    def note(self, event: Event | Started, turns: Turns | str | None = None) -> None:
+        """Write an event that happens, with the turns of a group that it ends.
+
+        Raises:
+            ValueError: the record has another one here.
+        """
+        entry, following = [*entry_of(event), *([] if turns is None else [turns])], self.next
         if following is not None:
             if following != entry:
                 raise ValueError(f"{_FLAG}: {_differs(following, entry)}")

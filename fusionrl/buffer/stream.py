@@ -59,6 +59,7 @@ from fusionrl.rollout.generate import SampleContext, flat_group, generate_group
 from fusionrl.rollout.generate_state import request_counts, rollout_client, sampling_params
 from fusionrl.rollout.request_seeds import SEEDED_BY_INDEX
 from fusionrl.rollout.sglang_rollout import GroupFilter, open_teacher
+from fusionrl.rollout.turn_versions import Turns, noting_turns
 
 _STARTED = get_args(Started)
 _FOR_DRIVER = (Fetch, Push, Stop)
@@ -96,7 +97,7 @@ class Stream(ScheduledLoop):
 
         schedule  what happens is written there, and follows its record
         """
-        super().__init__(fresh_state(knobs, first_version), knobs, schedule)
+        super().__init__(fresh_state(knobs, first_version), knobs, schedule, first_version)
         self._border, self._source = border, source
         self._live: dict[int, StreamGroup] = {}
         if saved is not None:
@@ -145,7 +146,7 @@ class Stream(ScheduledLoop):
             self._label = version
             self._happen(Pushed())
 
-        self._call(note, start=partial(self._when_due, Pushed()))
+        self._call(note, start=partial(self._when_pushed, version))
 
     def waits_for(self) -> str:
         """Return which groups the trainers wait for and why; "" if they do not wait."""
@@ -287,8 +288,11 @@ class Stream(ScheduledLoop):
                 self._when_due(event, lambda: self._happen(event))
 
         context = replace(self._context, on_generated=generated)
+        turns = None if self._versions is None else self._versions.of_group(ordinal)
         try:
-            samples = flat_group(await generate_group(context, group, sampling_params(self._args)))
+            with noting_turns(turns):
+                samples = flat_group(await generate_group(context, group, sampling_params(self._args)))
+            record = None if turns is None else turns.to_record()
             while left > 0 and ordinal in self.state.groups:  # samples that needed no engine
                 generated()
             await self._end_is_due(ordinal)
@@ -318,10 +322,10 @@ class Stream(ScheduledLoop):
         elif refused:
             if self._refused is not None:
                 self._refused.append(samples)
-            self._drop(Drop(ordinal, "filtered"), refused)
+            self._drop(Drop(ordinal, "filtered"), refused, record)
         else:
             self._live[ordinal].finished = samples
-            self._happen(GroupReady(ordinal, oldest_version(samples, self.knobs.update_weights_interval)))
+            self._happen(GroupReady(ordinal, oldest_version(samples, self.knobs.update_weights_interval)), record)
 
     def _fail(self, ordinal: int, reason: str) -> None:
         """Note that a group cannot be trained: it is retried, or another group replaces it."""
@@ -332,14 +336,14 @@ class Stream(ScheduledLoop):
             self._dropped["failed"] += 1
             del self._live[ordinal]
 
-    def _drop(self, action: Drop, reason: str | None = None) -> None:
+    def _drop(self, action: Drop, reason: str | None = None, turns: Turns | str | None = None) -> None:
         self._dropped[reason or action.reason] += 1
         del self._live[action.ordinal]
         self._token_counts.dropped(action.ordinal)
         task = self._tasks.pop(action.ordinal, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        self._happen(action)
+        self._happen(action, turns)
 
     def _taken(self, fetch: Fetch) -> Batch:
         groups = []

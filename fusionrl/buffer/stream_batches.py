@@ -32,6 +32,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.pipeline.controller import all_fetched, apply, decide, engine_actions, permits, push_is_due, trainable
 from fusionrl.pipeline.knobs import NO_LIMIT, Knobs
 from fusionrl.pipeline.state import Admit, Admitted, Drop, Fetch, GroupReady, Parked, SampleDone, Stop, Wait
+from fusionrl.rollout.turn_versions import Turns
 from fusionrl.rollout.types import RolloutAborted, RolloutFnTrainOutput, keeps_draws
 
 logger = logging.getLogger(__name__)
@@ -347,11 +348,11 @@ class BatchStream(Stream):
         self._waits_since, self._patience_s = 0.0, 2 * self._patience_s
         return missing
 
-    def _drop(self, action: Drop, reason: str | None = None) -> None:
+    def _drop(self, action: Drop, reason: str | None = None, turns: Turns | str | None = None) -> None:
         blank = self._live[action.ordinal].blank
         if action.reason == "surplus" and blank:
             self._source.take_in([blank])  # it was admitted for the function's sake: its prompt comes again
-        super()._drop(action, reason)
+        super()._drop(action, reason, turns)
 
     def _give(self, ordinal: int, held: StreamGroup, is_kept: IsKept, is_spare: bool = False) -> list[Sample]:
         known = self.state.groups.get(ordinal)

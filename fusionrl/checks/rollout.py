@@ -81,11 +81,15 @@ def replay_errors(config: Config) -> list[str]:
     if has_own_rollout(config):
         path = config.rollout.rollout_function_path
         return [f"{flag}: --rollout-function-path {path} makes groups in an order of its own; leave one of them out"]
-    if (in_flight := knob_of(config, "in_flight")) != "drain":
+    if (in_flight := knob_of(config, "in_flight")) == "in_place":
         return [
-            f"{flag}: --in-flight {in_flight} lets a push change the weights in the middle of answers, at tokens that"
-            " depend on time, which the record does not hold; repeat runs under --pipeline one-step-off, async or"
-            " stream, or with --in-flight drain"
+            f"{flag}: --in-flight in_place continues answers over the KV cache of older weights, which no request of"
+            " this run can have; repeat runs with --in-flight retract or drain"
+        ]
+    if in_flight == "retract" and (agent := config.rollout.agent_path) is not None:
+        return [
+            f"{flag}: --agent-path {agent} asks over HTTP, and the record lacks the weight versions of its turns;"
+            " repeat such runs with --in-flight drain"
         ]
     former = last_config(Path(record)) if Path(record).is_dir() else None
     if former is None:
@@ -94,7 +98,7 @@ def replay_errors(config: Config) -> list[str]:
     if changed:
         return [f"{flag}: its run has other flags ({'; '.join(changed)}); give the same ones"]
     errors: list[str] = []
-    attempt(errors, lambda: read_schedule(Path(record)))
+    attempt(errors, lambda: read_schedule(Path(record), in_flight == "retract"))
     return errors
 
 

@@ -56,8 +56,8 @@ class PipelineGroup(_KnobFlags):
     )
     replay_schedule: str | None = of_stream(
         None,
-        "Folder of an earlier run with the same flags: admit, fetch, push and drop groups in its order, which it has"
-        " recorded. Needs --in-flight drain. Default: none.",
+        "Folder of an earlier run with the same flags: admit, fetch, push and drop groups in its order, and sample each"
+        " token by the same version of the weights. Not with --in-flight in_place. Default: none.",
     )
 
 

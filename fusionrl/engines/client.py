@@ -128,7 +128,7 @@ class GenerateClient:
             raise ValueError("sampling_params.n must be 1: send one request a sample")
         self._check_tokens(payload)
         reads_ids = payload.get("input_ids") is not None
-        if self._stream_responses and reads_ids and all(name in _CONTINUABLE or not params[name] for name in params):
+        if self._stream_responses and reads_ids and not uncontinuable(params):
             return join([piece async for piece in self.stream(payload, routing_key)])
         if routing_key is None and reads_ids and num_new_tokens(payload) <= _SHORT_TOKENS:
             return await self._merger.generate({"return_logprob": True, **payload})
@@ -160,7 +160,7 @@ class GenerateClient:
         while True:
             before = len(tokens)
             url = self._targets.choose(routing_key, attempt, refused)
-            request = {"return_logprob": True, **_continued(payload, tokens), "stream": True}
+            request = {"return_logprob": True, **continued(payload, tokens), "stream": True}
             bounds = AnswerBounds.by(request, self._vocab_size)
             try:
                 async with aclosing(self._events(url, request, bounds, routing_key, deadline)) as events:
@@ -391,7 +391,13 @@ async def _lines(
         response.close()
 
 
-def _continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:
+def uncontinuable(params: Mapping[str, object]) -> list[str]:
+    """Return the sampling parameters in use by which an answer cannot be continued as a new request."""
+    return [name for name, value in params.items() if value and name not in _CONTINUABLE]
+
+
+def continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:
+    """Return the request that continues an answer after its first `tokens`."""
     if not tokens:
         return payload
     params = dict(sampling_params(payload))

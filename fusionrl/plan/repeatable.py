@@ -31,6 +31,8 @@ _HAPPENED = {
     "reward_crash": "a reward function took its process down",
 }
 """Name of a metric of rollouts or evaluations that is above 0 → what happened."""
+_DROPPED = "groups were dropped, and how many of their tokens count depends on the time"
+_HAPPENED_IN_REPLAY = _HAPPENED | {"dropped_surplus": _DROPPED, "dropped_deadline": _DROPPED}
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,24 @@ def repeatability(
     *,
     depends_on_batch: bool = False,
     has_external: bool = False,
+    outlasts_record: bool = False,
 ) -> Repeatability:
     """Judge a run by its flags and by the metrics of its `steps`.
 
     depends_on_batch  products of its engines do
     has_external      engines of others joined it, by the flag or by engines.txt
+    outlasts_record   it has more events than the record that it follows
     """
     reasons = [*_by_flags(config, plan), *(_of_engines(config, plan) if uses_engines(config) else ())]
     if has_external and not config.cluster.rollout_external_engine_addrs:
         reasons.append("engines of others joined (engines.txt), which may not honour seeds")
     if depends_on_batch:
         reasons.append("on this processor the last bits of the engines' products depend on the batch")
+    if outlasts_record:
+        reasons.append("the record of --replay-schedule ended before the run, which then continued freely")
+    happened = _HAPPENED_IN_REPLAY if _replays(config) else _HAPPENED
     for step in steps:
-        for name, text in _HAPPENED.items():
+        for name, text in happened.items():
             if any(
                 isinstance(value := step.get(f"{kind}/{name}"), int | float) and value for kind in ("rollout", "eval")
             ):
@@ -90,8 +97,13 @@ def _by_flags(config: Config, plan: Plan) -> Iterable[str]:
         yield "--device cuda: no GPU was tried with --bitwise"
     elif plan.device == "cuda":
         yield "--device cuda: kernels add in another order each time"
-    if is_streamed(config):
-        yield f"--pipeline {config.run.pipeline} generates ahead: which weights sample a token depends on the time"
+    if is_streamed(config) and not _replays(config):
+        cause = f"--pipeline {config.run.pipeline} generates ahead: which weights sample a token depends on the time"
+        yield f"{cause} (--replay-schedule repeats such a run)"
+
+
+def _replays(config: Config) -> bool:
+    return is_streamed(config) and config.pipelining.replay_schedule is not None
 
 
 def _of_engines(config: Config, plan: Plan) -> Iterable[str]:

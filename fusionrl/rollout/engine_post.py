@@ -15,6 +15,7 @@ from fusionrl.engines.http import post as _post
 from fusionrl.engines.images import MediaTokens, check_images, image_groups
 from fusionrl.rollout.image_requests import check_expanded, media_tokens
 from fusionrl.rollout.request_seeds import seeds_in_context
+from fusionrl.rollout.turn_versions import forbid_replay
 from fusionrl.rollout.weight_versions import EngineAnswers, answered_tokens, answers_of, note_answer, places_of
 
 _BEFORE = 2  # tokens before an answer, without which a placeholder at its start could be a prompt's
@@ -176,6 +177,7 @@ async def post(
     if answers is not None and answers.adapter is not None:
         payload = {"lora_path": answers.adapter, **payload}
     if answers is not None:
+        forbid_replay("post")
         payload = _seeded(payload)
     request = None if answers is None else FunctionRequest.of(payload, answers.barred)
     if answers is None or request is None:

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from fusionrl.rollout.generate_state import (
     within,
 )
 from fusionrl.rollout.request_seeds import begin_sample, sampling, seeds_in_context
+from fusionrl.rollout.turn_versions import forbid_replay, turns_in_context
 from fusionrl.rollout.types import NO_ROOM_AFTER, Limits, check_samples
 from fusionrl.rollout.weight_versions import (
     OriginalResponse,
@@ -50,6 +52,7 @@ from fusionrl.rollout.weight_versions import (
 )
 
 SamplingParams = dict[str, Any]  # SGLang's
+_CONTEXT = 5  # tokens before an answer that SGLang decodes with it
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
@@ -86,10 +89,14 @@ async def generate_turn(
         params = payload["sampling_params"]
         payload["sampling_params"] = dict(params, max_new_tokens=min(longest, params["max_new_tokens"]))
     start = time.monotonic_ns()
-    answer = await client_of(args).generate(payload, sample.session_id)
+    client, turns = client_of(args), turns_in_context()
+    asked = client.generate if turns is None else partial(turns.generate, client)
+    answer = await asked(payload, sample.session_id)
     _check_images(sample, answer, sample.num_tokens)
     part("turn", start, **_engine_facts(answer))
-    text = answer.text if answer.part == 1 else _decoded(args, answer.tokens, sampling_params)
+    text = answer.text
+    if answer.part > 1:
+        text = _decoded(args, np.asarray(sample.array("tokens")), answer.tokens, sampling_params)
     _append(args, sample, answer, text, sample.response_length, sampling_params)
     return answer
 
@@ -138,14 +145,15 @@ async def stream_generate(
     payload, num_asked = await _payload(args, sample, sampling_params, done), sample.num_tokens
     if payload is None:
         return
+    forbid_replay("stream_generate")
     async with aclosing(client_of(args).stream(payload, sample.session_id)) as pieces:
         async for piece in pieces:
             if piece.part == 1:
                 _check_images(sample, piece, num_asked)
             _append(args, sample, piece, piece.text, done, sampling_params)
             if piece.finish_reason and piece.part > 1:
-                answered = np.asarray(sample.array("tokens"))[num_asked:]
-                sample.response = before + _decoded(args, answered, sampling_params)
+                asked, answered = np.split(np.asarray(sample.array("tokens")), [num_asked])
+                sample.response = before + _decoded(args, asked, answered, sampling_params)
             yield piece
 
 
@@ -279,10 +287,14 @@ def _versions(answer: Generation) -> np.ndarray:
     return spans[0] if len(spans) == 1 else np.concatenate([np.zeros(0, np.int32), *spans])
 
 
-def _decoded(args: Namespace, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> str:
-    """The text of an answer of several engines: a character may lie across a seam, where each had half of it."""
-    skip = params.get("skip_special_tokens", True)
-    return load_tokenizer(args.hf_checkpoint).decode(np.asarray(tokens).tolist(), skip_special_tokens=skip)
+def _decoded(args: Namespace, asked: np.ndarray, answered: np.ndarray, params: SamplingParams) -> str:
+    """Return the text of an answer of several requests: a character may lie across a seam, where each had half of it.
+
+    Decode it behind the last tokens of what was asked, as engines do: some tokenizers drop a space at a text's start.
+    """
+    skip, context = params.get("skip_special_tokens", True), asked[-_CONTEXT:].tolist()
+    decode = partial(load_tokenizer(args.hf_checkpoint).decode, skip_special_tokens=skip)
+    return str(decode([*context, *answered.tolist()])[len(decode(context)) :])
 
 
 # ------------------------------------------------------------------------------------------------ a sample

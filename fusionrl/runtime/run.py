@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.base.cpu_wing import DEPENDS_ON_BATCH
+from fusionrl.buffer.schedule import outlasts_record
 from fusionrl.config.config import Config
+from fusionrl.config.run_parts import is_streamed
 from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.metrics import MetricsSink, read_metrics
@@ -213,9 +215,14 @@ def run_training(
 def _tell_repeatability(config: Config, plan: Plan, path: Path, progress: Progress) -> None:
     """Print whether the run repeats bit by bit and why not, and write it into the run's folder."""
     depends_on_batch = any(DEPENDS_ON_BATCH in line for line in _log_lines(path / "logs"))
-    has_external = any(engine["state"] != "refused" for engine in read_states(path))
+    record = config.pipelining.replay_schedule if is_streamed(config) else None
     finding = repeatability(
-        config, plan, read_metrics(path), depends_on_batch=depends_on_batch, has_external=has_external
+        config,
+        plan,
+        read_metrics(path),
+        depends_on_batch=depends_on_batch,
+        has_external=any(engine["state"] != "refused" for engine in read_states(path)),
+        outlasts_record=record is not None and outlasts_record(path, Path(record)),
     )
     progress.print(finding.describe())
     write_atomically(path / REPEATABLE, json.dumps(finding.to_dict(), indent=2) + "\n")

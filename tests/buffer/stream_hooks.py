@@ -4,10 +4,16 @@ import asyncio
 import threading
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.engines.client import Generation
+from fusionrl.plugin_api import generate_turn
 
 VERSION = [0]  # of the engines' weights, as a test sets it
 IN_FLIGHT: set[int] = set()
@@ -159,6 +165,34 @@ class Counting:
 
     def load(self, rollout_id: int) -> None:
         self.next = int(self._file(rollout_id).read_text())
+
+
+async def asks(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Ask an engine for two turns; a tool says something between them."""
+    args.generate_client.generate = partial(slow_engine, load_tokenizer(args.hf_checkpoint))
+    IN_FLIGHT.add(sample.index)
+    try:
+        sample.tokens = [1, 2, int(sample.label)]
+        await generate_turn(args, sample, sampling_params, longest=4)
+        sample.append_response_tokens(tokens=[9], trainable=False)
+        await generate_turn(args, sample, sampling_params)
+    finally:
+        IN_FLIGHT.discard(sample.index)
+    return sample
+
+
+async def slow_engine(tokenizer: Any, payload: dict[str, Any], routing_key: str | None) -> Generation:
+    """Sample by seed, place, last token and version; the third token of a prompt is its label."""
+    prompt, params = payload["input_ids"], payload["sampling_params"]
+    tokens, versions = list[int](), list[int]()
+    while len(tokens) < params["max_new_tokens"]:
+        await asyncio.sleep(seconds(Sample(label=str(prompt[2]))) / 4)
+        versions.append(VERSION[0])
+        place, last = len(prompt + tokens), (prompt + tokens)[-1]
+        tokens.append((7 * params["sampling_seed"] + 31 * place + 5 * versions[-1] + last) % 101)
+    ids = np.array(tokens, np.int32)
+    spans: list[tuple[int | str, int]] = [(version, 1) for version in versions]
+    return Generation(ids, ids / -101, tokenizer.decode(tokens), "length", spans, len(prompt), 0, {})
 
 
 IN_TURN = [0, 0]  # samples that began in this turn of the loop, and in the fullest one

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.buffer.schedule import Schedule, read_schedule, schedule_file
+from fusionrl.buffer.schedule import Schedule, outlasts_record, read_schedule, schedule_file
 from fusionrl.checks.rollout import replay_errors
 from fusionrl.config.config import Config
 from fusionrl.config.resume_differences import as_written
@@ -68,6 +68,40 @@ def test_what_does_not_repeat_is_refused(record: Path, event: Any) -> None:
         read_schedule(record)
 
 
+TURNS = [[7, [[0, 3], [1, 2]]], [8, [[1, 4]]]]
+
+
+def test_the_record_of_answers_over_pushes(record: Path, tmp_path: Path) -> None:
+    """It has the weight versions of each group that has all its answers, and why a group's are not repeatable."""
+
+    def written(turns: Any) -> Path:
+        schedule = Schedule(schedule_file(record, 1))
+        schedule.note(Drop(2, "filtered"), TURNS[:1])
+        schedule.note(GroupReady(3), turns)
+        schedule.note(Drop(4, "surplus"))
+        schedule.close()
+        return record
+
+    schedule_file(record, 1).unlink()
+    again = Schedule(tmp_path / "again.jsonl", read_schedule(written(TURNS), needs_turns=True))
+    assert again.turns == {2: TURNS[:1], 3: TURNS}
+    assert not again.is_due(Drop(4, "surplus"))  # group 2 has not come to its end yet
+    again.note(Drop(2, "filtered"), TURNS[:1])
+    with pytest.raises(ValueError, match="has GroupReady 3 .* where this run comes to GroupReady 3 "):
+        again.note(GroupReady(3), TURNS[1:])
+    again.close()
+    assert outlasts_record(record, record) is False
+    schedule_file(tmp_path, 1).write_bytes(schedule_file(record, 1).read_bytes() + b'["Push"]\n')
+    assert outlasts_record(tmp_path, record) and not outlasts_record(record, tmp_path)
+    read_schedule(written("a turn had no answer"))
+    with pytest.raises(ValueError, match=r"line 5: a turn had no answer, which no replay repeats; name another run"):
+        read_schedule(record, needs_turns=True)
+    schedule_file(record, 1).unlink()
+    read_schedule(written(None))
+    with pytest.raises(ValueError, match="lacks the weight versions of answers; record a run of this fusionrl"):
+        read_schedule(record, needs_turns=True)
+
+
 def test_a_record_that_does_not_fit_is_refused_before_the_run(record: Path, tmp_path: Path) -> None:
     def refused(run: Path = record, **flags: Any) -> str:
         (error,) = replay_errors(config(replay_schedule=str(run), **flags))
@@ -81,7 +115,8 @@ def test_a_record_that_does_not_fit_is_refused_before_the_run(record: Path, tmp_
     assert "--prompt-data not given -> b.jsonl" in refused(prompt_data=["b.jsonl"])
     assert "gone: it is not the folder of a run" in refused(tmp_path / "gone")
     assert "the run, which --resume continues; leave one of them out" in refused(resume=True)
-    assert "--in-flight retract lets a push change the weights" in refused(pipeline="async-partial")
+    assert "over the KV cache of older weights" in refused(pipeline="async-partial", in_flight="in_place")
+    assert "--agent-path a.b asks over HTTP" in refused(pipeline="async-partial", agent_path="a.b")
     assert "--rollout-function-path a.b makes groups in an order of its own" in refused(rollout_function_path="a.b")
     schedule_file(record, 2).touch()
     assert "it was resumed" in refused()

@@ -478,6 +478,9 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
     collector.stop()
 
 
+TURNS = {"custom_generate_function_path": "asks", "rollout_max_response_len": 8}
+
+
 @pytest.mark.parametrize(
     ("pipeline", "flags"),
     [
@@ -485,6 +488,8 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
         ("one-step-off", {"dynamic_sampling_filter_path": "odd_prompts"}),
         ("async", {"at_deadline": "drop", "admission_lead": 2}),
         ("stream", {}),
+        ("async-partial", {**TURNS}),
+        ("async-partial", {**TURNS, "dynamic_sampling_filter_path": "odd_prompts"}),
     ],
 )
 def test_a_run_follows_the_order_of_a_record(
@@ -495,7 +500,7 @@ def test_a_run_follows_the_order_of_a_record(
     for run, slow in (("first", 5), ("second", 3)):
         record = {"replay_schedule": str(tmp_path / "first")} if run == "second" else {}
         made = stream(pipeline, run=run, **flags, **record)
-        seconds = lambda sample, _, slow=slow: 0.2 if int(sample.label) % slow == 0 else 0.01  # noqa: E731
+        seconds = lambda sample, _=0, slow=slow: 0.2 if int(sample.label) % slow == 0 else 0.01  # noqa: E731
         monkeypatch.setitem(made.hooks, "seconds", seconds)
         rows = [{k: v for k, v in row.items() if k != "session_id"} for row in made.rows(8)]
         numbers = [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in made.metrics]
@@ -504,6 +509,8 @@ def test_a_run_follows_the_order_of_a_record(
         orders.append((rows, numbers, file.read_text()))
     for first, second in zip(*orders, strict=True):
         assert first == second
+    spans_versions = any(len(set(row["weight_versions"])) > 1 for row in orders[0][0])
+    assert spans_versions == (pipeline == "async-partial")
 
 
 def test_a_run_that_leaves_its_record_ends(stream: Make, tmp_path: Path) -> None:

@@ -111,6 +111,14 @@ def waits_or_fails(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
         raise KeyError("no such column")
 
 
+def takes_its_time(*_: Any) -> None:
+    """Wait before a training step for as long as FUSIONRL_TEST_WAIT_S says."""
+    import os
+    import time
+
+    time.sleep(float(os.environ.get("FUSIONRL_TEST_WAIT_S", "0")))
+
+
 async def never(args: Any, sample: Any, **kwargs: Any) -> float:
     """A reward that does not find the answer in this form, and has a bug that shows in the fourth rollout of 32."""
     if sample.index >= 3 * 32:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fusionrl.runtime.checkpoints import Checkpoint, compare_hashes
-from tests.e2e.launch import launch, metrics_of, run
+from tests.e2e.launch import launch, metrics_of, printed_by, run, samples_of_step
 from tools.repeat_runs import first_difference, weights_differ
 
 pytestmark = pytest.mark.e2e
@@ -115,6 +115,30 @@ def test_live_rl_repeats(rl_flags: list[str], recorded: Path, tmp_path: Path) ->
         assert finding == {"repeatable": None, "reasons": [], "functions": [reward]}
     assert first_difference(tmp_path / "one", tmp_path / "other") == ""
     assert not weights_differ(tmp_path / "one" / "hf", tmp_path / "other" / "hf")
+
+
+@pytest.mark.parametrize("pipeline", ["async", "async-partial"])
+def test_a_replay_repeats(rl_flags: list[str], tmp_path: Path, pipeline: str) -> None:
+    """A pipeline follows the record of a run in which training took less time: without it pushes would come later."""
+    flags = [*rl_flags, "--pipeline", pipeline, "--num-rollout", "5", "--no-save"]
+    flags += ["--custom-megatron-before-train-step-hook-path", "tests/e2e/hooks.py:takes_its_time"]
+    if pipeline == "async-partial":  # answers that take longer than a step, of which some are under way at a push
+        flags += ["--rollout-max-response-len", "96", "--admission-lead", "2", "--sglang-max-running-requests", "2"]
+    texts = []
+    for name, more, wait_s in (("one", [], "0"), ("other", ["--replay-schedule", str(tmp_path / "one")], "0.6")):
+        folder = ["--run-dir", str(tmp_path / name), "--save-hf", str(tmp_path / name / "hf")]
+        launched = run([*flags, *folder, *more], tmp_path, FUSIONRL_TEST_WAIT_S=wait_s)
+        texts.append(" ".join(launched.output().split()))
+    one, other = tmp_path / "one", tmp_path / "other"
+    samples = [row for step in range(1, 6) for row in samples_of_step(one, step)]
+    spanning = [row for row in samples if len(set(row["weight_versions"])) > 1]
+    assert bool(spanning) == (pipeline == "async-partial"), len(spanning)
+    assert (one / "schedule.a1.jsonl").read_bytes() == (other / "schedule.a1.jsonl").read_bytes()
+    assert "equal in samples and metrics, times left out: steps 0-5" in printed_by("diff", one, other)
+    assert first_difference(one, other, of_work=False) == ""
+    assert not weights_differ(one / "hf", other / "hf")
+    assert "not repeatable: " in texts[0] and "(--replay-schedule repeats such a run)" in texts[0]
+    assert "repeatable bit by bit if your functions are: " in texts[1] and "not repeatable" not in texts[1]
 
 
 @pytest.mark.xdist_group("recorded")

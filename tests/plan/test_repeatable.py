@@ -18,6 +18,7 @@ def _judged(
     family: str | None = None,
     sglang: dict[str, Any] | None = None,
     has_external: bool = False,
+    outlasts_record: bool = False,
     **values: Any,
 ) -> Repeatability:
     config = Config.from_flat(
@@ -25,7 +26,7 @@ def _judged(
     )
     shape = shape_from_hf_config(SMALL) if family is None else shape_of(family)
     plan = make_plan(config, shape, device=device, num_prompts=100, num_cores=8)
-    return repeatability(config, plan, steps or [], has_external=has_external)
+    return repeatability(config, plan, steps or [], has_external=has_external, outlasts_record=outlasts_record)
 
 
 def test_a_plain_run_on_a_cpu_repeats() -> None:
@@ -50,6 +51,16 @@ def test_a_run_with_functions_repeats_if_they_do() -> None:
     assert finding.to_dict()["repeatable"] is None
     assert finding.describe().endswith("functions are: --rollout-sample-hook-path my.hook, --custom-rm-path my.reward")
     assert _judged(rm_type="remote_rm", rm_url="http://localhost").functions == ("--rm-type remote_rm",)
+
+
+def test_a_run_that_follows_a_record_repeats() -> None:
+    for pipeline in ("async", "async-partial"):
+        assert "(--replay-schedule repeats such a run)" in _judged(pipeline=pipeline).describe()
+        assert _judged(pipeline=pipeline, replay_schedule="run").to_dict()["repeatable"] is True
+    dropped = _judged(pipeline="async", replay_schedule="run", steps=[{"rollout/dropped_deadline": 1.0}])
+    assert "how many of their tokens count depends on the time" in dropped.describe()
+    outlasting = _judged(pipeline="async", replay_schedule="run", outlasts_record=True)
+    assert "ended before the run, which then continued freely" in outlasting.describe()
 
 
 @pytest.mark.parametrize(
