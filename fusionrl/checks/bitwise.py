@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import serving_groups
 from fusionrl.config.pipeline import pause_mode
+from fusionrl.config.run_parts import has_own_rollout
 from fusionrl.plan.placement import engine_sizes
 from fusionrl.plan.plan import Plan
 
@@ -50,7 +51,8 @@ def _conflicts(config: Config, plan: Plan) -> Iterator[str]:
         yield f"--context-parallel-size {layout.cp}: it attends in another order; give 1"
     if plan.precision != plan.rollout_dtype:
         yield f"--precision {plan.precision} and --rollout-dtype {plan.rollout_dtype}: they round differently; give one"
-    if pause_mode(config, plan.knobs) == "in_place":
+    has_running = has_own_rollout(config) or (plan.knobs is not None and plan.knobs.in_flight != "drain")
+    if has_running and pause_mode(config, plan.knobs) == "in_place":  # else no request outlives a push
         flag = "--pause-generation-mode" if plan.knobs is None else "--in-flight"
         yield f"{flag} in_place: after a push, tokens are computed from the cache of older weights; give retract"
     if config.weights.verify_tolerance is not None:

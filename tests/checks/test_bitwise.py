@@ -41,7 +41,10 @@ def made(device: Any = "cpu", passed: Any = None, model: Any = None, **values: A
         ({"precision": "bf16", "rollout_dtype": "fp32"}, "--precision bf16 and --rollout-dtype fp32"),
         ({"verify_tolerance": 0.5}, "--verify-tolerance 0.5"),
         ({"pipeline": "async-partial", "in_flight": "in_place"}, "--in-flight in_place"),
-        ({"pause_generation_mode": "in_place"}, "--pause-generation-mode in_place"),
+        (
+            {"pause_generation_mode": "in_place", "rollout_function_path": "a.py:f"},
+            "--pause-generation-mode in_place",
+        ),
         ({"lora_rank": 4}, "--lora-rank 4"),
         ({"multimodal_keys": {"image": "images"}}, "--multimodal-keys"),
         ({"rollout_external_engine_addrs": ["host:1"]}, "--rollout-external-engine-addrs"),
@@ -68,6 +71,7 @@ def test_what_is_exact_on_a_cpu() -> None:
     for values in (
         *({}, {"precision": "bf16", "rollout_dtype": "bf16"}, two | {"rollout_num_gpus": 2}),
         {"pipeline": "async-partial"},
+        {"pause_generation_mode": "in_place"},  # on-policy, no request runs at a push
     ):
         config, plan = made(**values)
         assert not bitwise_errors(config, plan)
