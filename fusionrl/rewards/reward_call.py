@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
-import functools
 import importlib
 import inspect
 import json
@@ -28,6 +27,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -77,38 +77,26 @@ class RewardCall:
     allow_weak_sandbox: bool = False
     hooks: dict[str, object] = field(default_factory=dict)
 
-    def packed(self) -> tuple[bytes, bytes]:
-        """Return the pickles of the immutable flags in `args`, and of the call with the other values and a
-        `Loan` of its images. Values that no pickle takes are left out.
-
-        The first is made and read once for all calls of a run: 400 flags take as long as the rest of a call.
-        """
-        loan = loan_of(self.samples)
-        fixed, others = dict[str, object](), dict[str, object]()
-        for name, value in ({} if self.args is None else vars(self.args)).items():
-            (fixed if type(value) in _IMMUTABLE else others)[name] = value
-        if (pickled := _pickled((self._with_args(others), loan))) is None:
-            others = {name: value for name, value in others.items() if _pickled(value) is not None}
-            pickled = pickle.dumps((self._with_args(others), loan))
-        return _FLAGS.pickled(fixed), pickled
+    def packed(self) -> bytes:
+        """Return the pickle of the call and a `Loan` of its images; values of `args` that no pickle takes are left
+        out."""
+        loan, call = loan_of(self.samples), replace(self, hooks={})
+        if (pickled := _pickled((call, loan))) is not None:
+            return pickled
+        args = Namespace()
+        values = vars(self.args or args).items()
+        vars(args).update((name, value) for name, value in values if _pickled(value) is not None)
+        return pickle.dumps((replace(call, args=args), loan))
 
     @classmethod
-    def unpacked(cls, flags: bytes, pickled: bytes) -> RewardCall:
+    def unpacked(cls, pickled: bytes) -> RewardCall:
         """Read what `packed` returned, and its images; the call has an `args` of its own, as a function may write to
         it. Runs code of the user's classes."""
         call, loan = pickle.loads(pickled)
         assert isinstance(call, cls)
         if loan is not None:
             IMAGES.borrow(loan)
-        if call.args is not None:
-            vars(call.args).update(_read_flags(flags))
         return call
-
-    def _with_args(self, values: dict[str, object]) -> RewardCall:
-        args = None if self.args is None else Namespace()
-        if args is not None:
-            vars(args).update(values)
-        return replace(self, args=args, hooks={})
 
 
 def call_reward(call: RewardCall) -> object:
@@ -134,29 +122,6 @@ def call_reward(call: RewardCall) -> object:
     if any(entries.values()):  # a new dict: the samples of a group may share theirs
         sample.metadata = metadata | {name: value for name, value in entries.items() if value}
     return graded.reward
-
-
-class _LastPickle:
-    """The last flags that were pickled: those of the next call are equal."""
-
-    def __init__(self) -> None:
-        self._last: tuple[dict[str, object], bytes] = {}, pickle.dumps({})
-
-    def pickled(self, flags: dict[str, object]) -> bytes:
-        last, pickled = self._last
-        if flags != last:
-            pickled = pickle.dumps(flags)
-            self._last = flags, pickled
-        return pickled
-
-
-_FLAGS = _LastPickle()
-
-
-@functools.lru_cache(maxsize=4)
-def _read_flags(pickled: bytes) -> dict[str, object]:
-    flags: dict[str, object] = pickle.loads(pickled)
-    return flags
 
 
 def _pickled(value: object) -> bytes | None:
@@ -203,7 +168,7 @@ class _Received:
 
     _registered: ClassVar[dict[str, object]] = {}  # hooks of the last call
 
-    def __init__(self, number: int, hooks: dict[str, object], packed: tuple[bytes, bytes]) -> None:
+    def __init__(self, number: int, hooks: dict[str, object], packed: bytes) -> None:
         self.number, self._hooks, self._packed = number, hooks, packed
         self._call: RewardCall | None = None  # once it is unpickled
 
@@ -212,7 +177,7 @@ class _Received:
         if self._hooks != _Received._registered:
             register_hooks(self._hooks)
             _Received._registered = self._hooks
-        call = RewardCall.unpacked(*self._packed)
+        call = RewardCall.unpacked(self._packed)
         self._before = [_attributes(sample) for sample in call.samples]
         self._call = call
         return call_reward(call)
@@ -301,7 +266,7 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
             return
         task = contextvars.Context().run(start, received)
         tasks.add(task)
-        task.add_done_callback(functools.partial(finish, received))
+        task.add_done_callback(partial(finish, received))
 
     running: contextvars.ContextVar[int] = contextvars.ContextVar("running", default=0)
 

@@ -113,7 +113,7 @@ class GroupTurns:
                 answer = await self._repeat(client, payload, routing_key, self._recorded[seed])
             else:
                 raise ValueError(f"{_DIFFERS}: the record has no turn with seed {seed}")
-        except BaseException:
+        except BaseException:  # a cancellation, too; it is raised again
             self.forbid_replay("a turn had no answer")
             raise
         runs = _runs(answer)

@@ -241,7 +241,7 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
 
     def sent(args: argparse.Namespace, path: str | None) -> RewardCall:
         call = call_of(RewardSettings.of_args(args), Scorer(path, "exact", ""), [Sample()], {})
-        return RewardCall.unpacked(*call.packed())
+        return RewardCall.unpacked(call.packed())
 
     assert sent(args, None).args is None
     for_hook = sent(args, "a.py:f").args
