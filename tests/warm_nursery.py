@@ -26,7 +26,15 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process import ROOM
 from fusionrl.config.config import Config
 from fusionrl.runtime.early_start import EARLY_LINE, engine_branch, start_nursery
-from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, driver_branch, warm_order
+from tests.warm_start import (
+    DRIVER,
+    IN_PROCESS,
+    ROOM_VARIABLE,
+    WARM_VARIABLE,
+    WarmBranches,
+    driver_branch,
+    warm_order,
+)
 
 # Of `make_tiny_qwen3`, of models with experts, and of `make_classifier`; then of families whose engines tests start.
 ARCHITECTURES = [
@@ -46,8 +54,9 @@ def model_in(home: Path) -> str:
     return str(home)
 
 
-_OF_HOOKS = ("FUSIONRL_TEST_FILE", "FUSIONRL_TEST_SAMPLE", "FUSIONRL_TEST_FAILS_AT")  # tests/e2e/hooks.py reads them
-_FREE = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TERM", "NO_COLOR", *_OF_HOOKS)
+# tests/e2e/hooks.py reads these.
+_OF_HOOKS = ("FUSIONRL_TEST_FILE", "FUSIONRL_TEST_SAMPLE", "FUSIONRL_TEST_FAILS_AT", "FUSIONRL_TEST_WAIT_S")
+_FREE = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TERM", "NO_COLOR", "FUSIONRL_ENGINE_KEY", *_OF_HOOKS)
 
 
 class SharedNursery:
@@ -112,7 +121,8 @@ class SharedNursery:
         environment |= {ROOM_VARIABLE: " " * ROOM}  # branches get only what it lacks
         with patch.dict(os.environ, environment, clear=True):
             order = warm_order(config, home, key, _FREE)
-            order = replace(order, branches=[*order.branches, driver_branch(home, _FREE)])
+            drivers = [driver_branch(home, _FREE, name) for name in (DRIVER, IN_PROCESS)]
+            order = replace(order, branches=[*order.branches, *drivers])
             nursery = start_nursery(home, EARLY_LINE + order.to_line())
         self._own.append((nursery, home))
         while not all(_listens(branch.path) for branch in order.branches) and nursery.poll() is None:
