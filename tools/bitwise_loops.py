@@ -1,12 +1,13 @@
 """Run --bitwise loops: log-probs of engine and trainer must be equal, bit by bit, in every step and after every push.
 
-    python -m tools.bitwise_loops --out DIR [--only TEXT] [--steps N] [--json FILE]
+    python -m tools.bitwise_loops --out DIR [--only TEXT] [--steps N] [--plain] [--json FILE]
 
 A row is a run of `fusionrl train` with a tiny random model on this machine's CPU: families in fp32 and bf16, engines
 that compute 1, 3 or 16 requests at once, and trainers in several layouts. `--only qwen3-bf16,ep2` runs the rows with
-one of these texts in their names. Columns: the largest difference of log-probs in a step (`train/logprob_diff_max`) and
-after a push (`sync/verify_logprob_diff_max`), and the mean ratio of the two probabilities. Exit code 1 unless each run
-ends well with 0, 0 and 1 in every step. A row takes 20 to 40 seconds on two cores.
+one of these texts in their names. Columns: the largest difference of log-probs in a step (`train/logprob_diff_max`)
+and after a push (`sync/verify_logprob_diff_max`), the mean ratio of the two probabilities, and the largest mean
+difference in a step (`train/logprob_diff_mean`). Exit code 1 unless each run ends well with 0, 0, 1 and 0 in every
+step. `--plain` runs the rows without the flag, to see what it removes. A row takes 20 to 40 seconds on two cores.
 """
 
 import argparse
@@ -48,14 +49,17 @@ def rows() -> dict[str, tuple[str, tuple[str, ...]]]:
     return found
 
 
-def run_row(family: str, flags: tuple[str, ...], task: Path, folder: Path, num_steps: int) -> dict[str, Any]:
+def run_row(
+    family: str, flags: tuple[str, ...], task: Path, folder: Path, num_steps: int, *, is_plain: bool
+) -> dict[str, Any]:
     """Run it; what it measured, and why it is not exact."""
     folder.mkdir(parents=True)
     # A rank of an engine has whole multiples of 32 columns of an MLP, or it gets some of zeros.
     sizes = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family.endswith("_moe") else {})
     make_model(family, task, folder / "model", **sizes)
     command = [
-        *(sys.executable, "-m", "fusionrl.cli", "train", "--bitwise", "--hf-checkpoint", str(folder / "model")),
+        *(sys.executable, "-m", "fusionrl.cli", "train", "--hf-checkpoint", str(folder / "model")),
+        *([] if is_plain else ["--bitwise"]),
         *("--prompt-data", str(task / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
         *("--apply-chat-template", "--custom-rm-path", f"{ROOT}/tools/proof/hooks.py:partial_credit"),
         *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "12"),
@@ -74,8 +78,9 @@ def run_row(family: str, flags: tuple[str, ...], task: Path, folder: Path, num_s
         "ratio": max(
             (line.get("train/logprob_ratio_mean", math.inf) for line in trained), key=lambda ratio: abs(ratio - 1)
         ),
+        "mean": max(line.get("train/logprob_diff_mean", math.inf) for line in trained),
     }
-    why = [] if (row["steps"], row["pushes"], row["ratio"]) == (0.0, 0.0, 1.0) else ["not exact"]
+    why = [] if is_plain or tuple(row.values()) == (0.0, 0.0, 1.0, 0.0) else ["not exact"]
     if len(trained) != num_steps or not all(line["train/grad_norm"] > 0 for line in trained):
         why.append("a step without a gradient")
     return row | {"why": ", ".join(why)}
@@ -87,16 +92,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the runs")
     parser.add_argument("--only", default="", help="rows whose names have one of these texts, with commas")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="without --bitwise: how large the differences are then")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(argv)
     out: Path = options.out.absolute()
     write_quickstart(out / "task", 0)
     results = {}
-    print("| run | steps | pushes | ratio | |\n|---|---|---|---|---|", flush=True)
+    print("| run | steps | pushes | ratio | mean | |\n|---|---|---|---|---|---|", flush=True)
     for name, (family, flags) in rows().items():
         if any(text in name for text in options.only.split(",")):
-            row = results[name] = run_row(family, flags, out / "task", out / name, options.steps)
-            cells = (f"{row[key]:.6g}" if key in row else "" for key in ("steps", "pushes", "ratio"))
+            row = run_row(family, flags, out / "task", out / name, options.steps, is_plain=options.plain)
+            results[name] = row
+            cells = (f"{row[key]:.6g}" if key in row else "" for key in ("steps", "pushes", "ratio", "mean"))
             print(f"| {name} | {' | '.join(cells)} | {row['why']} |", flush=True)
     bad = sum(bool(row["why"]) for row in results.values())
     print(f"{len(results)} rows, {bad} not exact")

@@ -47,6 +47,11 @@ def _conflicts(config: Config, plan: Plan) -> Iterator[str]:
                 f"--tensor-model-parallel-size {layout.tp} and an MLP of {size}: engines divide it after they made it a"
                 f" multiple of {whole}; give --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
             )
+    if mixture is not None and layout.etp != layout.tp:
+        yield (
+            f"--expert-tensor-parallel-size {layout.etp} and --tensor-model-parallel-size {layout.tp}: engines divide"
+            f" the experts of a mixture as they divide the rest; give --expert-tensor-parallel-size {layout.tp}"
+        )
     if layout.cp > 1:
         yield f"--context-parallel-size {layout.cp}: it attends in another order; give 1"
     if plan.precision != plan.rollout_dtype:
@@ -70,3 +75,5 @@ def _conflicts(config: Config, plan: Plan) -> Iterator[str]:
         for name in ("speculative_algorithm", "quantization", "kv_cache_dtype", "attention_backend"):
             if args.get(name) not in (None, "auto"):
                 yield f"--sglang-{name.replace('_', '-')} {args[name]}: trainers compute otherwise; leave it out"
+        if int(args.get("ep_size") or 1) > 1:
+            yield f"--sglang-ep-size {args['ep_size']}: a rank adds up its experts before the others'; leave it out"

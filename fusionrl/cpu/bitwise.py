@@ -156,13 +156,23 @@ def register_engine() -> None:
 
 def expert_outputs(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
     """SGLang's `moe_forward_native` [T, h] in Megatron-core's order: an expert's weight before its second product, and
-    the sums expert by expert."""
+    the sums expert by expert. Ranks that divide the experts' rows add up each expert's output before that; the first
+    one returns the sum and the others zeros, since the layer adds the ranks' outputs afterwards."""
     weights, experts, _ = topk_output
     out = torch.zeros_like(x)
+    rows, parts = [], []
     for number in range(layer.num_experts):
-        rows, places = (experts == number).nonzero(as_tuple=True)
-        if rows.numel():
-            gate, up = F.linear(x[rows], layer.w13_weight[number]).chunk(2, dim=-1)
-            inner = (F.silu(gate) * up * weights[rows, places][:, None]).to(x.dtype)
-            out.index_add_(0, rows, F.linear(inner, layer.w2_weight[number]))
+        of_expert, places = (experts == number).nonzero(as_tuple=True)
+        if of_expert.numel():
+            gate, up = F.linear(x[of_expert], layer.w13_weight[number]).chunk(2, dim=-1)
+            inner = (F.silu(gate) * up * weights[of_expert, places][:, None]).to(x.dtype)
+            rows.append(of_expert)
+            parts.append(F.linear(inner, layer.w2_weight[number]))
+    if layer.moe_tp_size > 1 and parts:
+        from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+        parts = list(tensor_model_parallel_all_reduce(torch.cat(parts)).split([len(part) for part in parts]))
+    if layer.moe_tp_rank == 0:
+        for of_expert, part in zip(rows, parts, strict=True):
+            out.index_add_(0, of_expert, part)
     return out

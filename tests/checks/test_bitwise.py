@@ -16,6 +16,7 @@ QWEN3 = {
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64},
     **{"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True},
 }
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def made(device: Any = "cpu", passed: Any = None, model: Any = None, **values: Any) -> tuple[Config, Plan]:
@@ -50,6 +51,14 @@ def made(device: Any = "cpu", passed: Any = None, model: Any = None, **values: A
         ({"rollout_external_engine_addrs": ["host:1"]}, "--rollout-external-engine-addrs"),
         ({"passed": {"speculative_algorithm": "NGRAM"}}, "--sglang-speculative-algorithm NGRAM"),
         ({"passed": {"kv_cache_dtype": "fp8_e4m3"}}, "--sglang-kv-cache-dtype fp8_e4m3"),
+        ({"passed": {"ep_size": 2}, "model": MIXTURE}, "--sglang-ep-size 2"),
+        (
+            {
+                **{"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+                **{"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2, "model": MIXTURE},
+            },
+            "--expert-tensor-parallel-size 1 and --tensor-model-parallel-size 2",
+        ),
         ({"model": {"model_type": "glm4", "attention_bias": False}}, "a glm4 model"),
         (
             {
@@ -70,6 +79,7 @@ def test_what_is_exact_on_a_cpu() -> None:
     two = {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "rollout_num_gpus_per_engine": 2}
     for values in (
         *({}, {"precision": "bf16", "rollout_dtype": "bf16"}, two | {"rollout_num_gpus": 2}),
+        two | {"rollout_num_gpus": 2, "model": MIXTURE},
         {"pipeline": "async-partial"},
         {"pause_generation_mode": "in_place"},  # on-policy, no request runs at a push
     ):

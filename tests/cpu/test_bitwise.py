@@ -9,6 +9,7 @@ from tests.own_process import run_code
 _EXACT = """
 import numpy as np
 import torch
+import torch.nn.functional as F
 from fusionrl.cpu import bitwise, kernels, row_functions
 from fusionrl.trainer.log_probs import chunked_log_probs
 
@@ -81,7 +82,7 @@ from types import SimpleNamespace
 
 for dtype in bound:
     first, second = torch.randn(4, 24, 16).to(dtype), torch.randn(4, 16, 12).to(dtype)
-    layer = SimpleNamespace(num_experts=4, w13_weight=first, w2_weight=second)
+    layer = SimpleNamespace(num_experts=4, w13_weight=first, w2_weight=second, moe_tp_size=1, moe_tp_rank=0)
     x, (weights, experts) = torch.randn(33, 16).to(dtype), torch.rand(33, 4).topk(2, -1)
     out = bitwise.expert_outputs(layer, x, (weights, experts, None), None)
     want = torch.zeros(33, 16, dtype=torch.float64)
@@ -93,6 +94,31 @@ for dtype in bound:
             gate, up = (first[expert].double() @ x[token].double()).chunk(2)
             want[token] += weight * (second[expert].double() @ (gate * gate.sigmoid() * up))
     assert (out.double() - want).norm() <= bound[dtype] * want.norm()
+
+# Two ranks with half of each expert's rows: the halves of an expert are added before the experts are.
+from sglang.srt import distributed
+
+for dtype in bound:
+    halves = [(torch.randn(4, 24, 16).to(dtype), torch.randn(4, 16, 12).to(dtype)) for rank in range(2)]
+    x, (weights, experts) = torch.randn(33, 16).to(dtype), torch.rand(33, 4).topk(2, -1)
+    others = []
+    adds = {1: lambda part: others.append(part) or part, 0: lambda part: part + others.pop()}
+    outs = {}
+    for rank in (1, 0):
+        distributed.tensor_model_parallel_all_reduce = adds[rank]
+        first, second = halves[rank]
+        layer = SimpleNamespace(num_experts=4, w13_weight=first, w2_weight=second, moe_tp_size=2, moe_tp_rank=rank)
+        outs[rank] = bitwise.expert_outputs(layer, x, (weights, experts, None), None)
+    want = torch.zeros_like(x)
+    for expert in range(4):
+        rows, places = (experts == expert).nonzero(as_tuple=True)
+        parts = []
+        for first, second in halves:
+            gate, up = F.linear(x[rows], first[expert]).chunk(2, -1)
+            inner = (F.silu(gate) * up * weights[rows, places][:, None]).to(dtype)
+            parts.append(F.linear(inner, second[expert]))
+        want.index_add_(0, rows, parts[0] + parts[1])
+    assert torch.equal(outs[0], want) and not outs[1].any()
 """
 
 
