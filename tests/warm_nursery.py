@@ -26,15 +26,7 @@ from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process import ROOM
 from fusionrl.config.config import Config
 from fusionrl.runtime.early_start import EARLY_LINE, engine_branch, start_nursery
-from tests.warm_start import (
-    DRIVER,
-    IN_PROCESS,
-    ROOM_VARIABLE,
-    WARM_VARIABLE,
-    WarmBranches,
-    driver_branch,
-    warm_order,
-)
+from tests.warm_start import ROOM_VARIABLE, WARM_VARIABLE, WarmBranches, driver_branch, warm_order
 
 # Of `make_tiny_qwen3`, of models with experts, and of `make_classifier`; then of families whose engines tests start.
 ARCHITECTURES = [
@@ -121,8 +113,7 @@ class SharedNursery:
         environment |= {ROOM_VARIABLE: " " * ROOM}  # branches get only what it lacks
         with patch.dict(os.environ, environment, clear=True):
             order = warm_order(config, home, key, _FREE)
-            drivers = [driver_branch(home, _FREE, name) for name in (DRIVER, IN_PROCESS)]
-            order = replace(order, branches=[*order.branches, *drivers])
+            order = replace(order, branches=[*order.branches, driver_branch(home, _FREE)])
             nursery = start_nursery(home, EARLY_LINE + order.to_line())
         self._own.append((nursery, home))
         while not all(_listens(branch.path) for branch in order.branches) and nursery.poll() is None:

@@ -65,14 +65,6 @@ class WarmStart(EarlyStart):
     def prepare(self, argv: Sequence[str]) -> None:
         """Nothing has to begin before the flags are read."""
 
-    def begin(self, config: Config, device: str) -> None:
-        """Engines of a run in one process are forks, too."""
-        if not self._has_begun:
-            super().begin(config, device)
-            if config.run.in_process and config.run.mode != "sft" and not config.run.debug_train_only:
-                self._order(config)
-                os.environ.update(self.environment(), RAY_AUTH_TOKEN=early_start.CLUSTER_TOKEN)
-
     def _order(self, config: Config) -> None:
         assert self.folder is not None
         try:
@@ -174,18 +166,17 @@ def serve_branch(arguments: list[str]) -> NoReturn:
     nursery.serve(imported, socket.socket(fileno=_LISTENER), order.key)
 
 
-DRIVER, IN_PROCESS = "driver", "in-process"
-"""Sockets of the branches whose forks are drivers, and drivers that train themselves."""
+DRIVER = "driver"
+"""Socket of the branch whose forks are drivers."""
 
 
-def driver_branch(folder: Path, free: Sequence[str], name: str = DRIVER) -> Branch:
-    """A branch whose forks are `fusionrl train`: a driver's imports take a core two seconds, a trainer's five more."""
-    modules = ["fusionrl.cpu.early_imports", "aiohttp"] if name == IN_PROCESS else []
-    modules += ["fusionrl.cli.resolve", "fusionrl.cli.plan", "fusionrl.runtime.run", "fusionrl.runtime.worker_imports"]
+def driver_branch(folder: Path, free: Sequence[str]) -> Branch:
+    """A branch whose forks are `fusionrl train`: a driver's imports take a core two seconds."""
+    modules = ["fusionrl.cli.resolve", "fusionrl.cli.plan", "fusionrl.runtime.run", "fusionrl.runtime.worker_imports"]
     modules += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
     # Variables of devices and threads, which a nursery gets and a driver does not.
     others = ["CUDA_VISIBLE_DEVICES", "MKL_CBWR", "OPENBLAS_NUM_THREADS", "PYTHONPATH"]
-    return Branch(str(folder / name), modules, "tests.warm_start:drive", kept=[""], free=[*_OWN, *others, *free])
+    return Branch(str(folder / DRIVER), modules, "tests.warm_start:drive", kept=[""], free=[*_OWN, *others, *free])
 
 
 def drive(arguments: list[str]) -> None:
@@ -223,8 +214,7 @@ class ForkedDriver:
         with open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), output, output)
             key = (folder / "key").read_text()
-            branch = folder / (IN_PROCESS if "--in-process" in argv else DRIVER)
-            self.pid = ask(str(branch), key, [str(status), ",".join(environment), *argv], environment, files)
+            self.pid = ask(str(folder / DRIVER), key, [str(status), ",".join(environment), *argv], environment, files)
         self.returncode: int | None = None
         self._process = os.pidfd_open(self.pid)
 

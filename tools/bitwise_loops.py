@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
             cells = (f"{row[key]:.6g}" if key in row else "" for key in ("steps", "pushes", "ratio", "mean"))
             print(f"| {name} | {' | '.join(cells)} | {row['why']} |", flush=True)
     bad = sum(bool(row["why"]) for row in results.values())
-    print(f"{len(results)} rows, {bad} not exact")
+    print(f"{len(results)} rows, {bad} {'failed' if options.plain else 'not exact'}")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     return int(bad > 0 or not results)

@@ -75,5 +75,6 @@ def _conflicts(config: Config, plan: Plan) -> Iterator[str]:
         for name in ("speculative_algorithm", "quantization", "kv_cache_dtype", "attention_backend"):
             if args.get(name) not in (None, "auto"):
                 yield f"--sglang-{name.replace('_', '-')} {args[name]}: trainers compute otherwise; leave it out"
-        if int(args.get("ep_size") or 1) > 1:
-            yield f"--sglang-ep-size {args['ep_size']}: a rank adds up its experts before the others'; leave it out"
+        for name in ("ep_size", "moe_dp_size"):
+            if int(args.get(name) or 1) > 1:
+                yield f"--sglang-{name.replace('_', '-')} {args[name]}: engines add up experts otherwise; leave it out"

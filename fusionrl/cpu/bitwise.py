@@ -169,9 +169,9 @@ def expert_outputs(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tens
             rows.append(of_expert)
             parts.append(F.linear(inner, layer.w2_weight[number]))
     if layer.moe_tp_size > 1 and parts:
-        from sglang.srt.distributed import tensor_model_parallel_all_reduce
+        from sglang.srt.distributed import moe_tensor_model_parallel_all_reduce
 
-        parts = list(tensor_model_parallel_all_reduce(torch.cat(parts)).split([len(part) for part in parts]))
+        parts = list(moe_tensor_model_parallel_all_reduce(torch.cat(parts)).split([len(part) for part in parts]))
     if layer.moe_tp_rank == 0:
         for of_expert, part in zip(rows, parts, strict=True):
             out.index_add_(0, of_expert, part)

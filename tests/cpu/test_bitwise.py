@@ -105,7 +105,7 @@ for dtype in bound:
     adds = {1: lambda part: others.append(part) or part, 0: lambda part: part + others.pop()}
     outs = {}
     for rank in (1, 0):
-        distributed.tensor_model_parallel_all_reduce = adds[rank]
+        distributed.moe_tensor_model_parallel_all_reduce = adds[rank]
         first, second = halves[rank]
         layer = SimpleNamespace(num_experts=4, w13_weight=first, w2_weight=second, moe_tp_size=2, moe_tp_rank=rank)
         outs[rank] = bitwise.expert_outputs(layer, x, (weights, experts, None), None)

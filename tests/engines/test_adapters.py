@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,21 +142,23 @@ def test_requests_that_run_at_a_push_keep_their_version(two: Served) -> None:
     """None is lost or stopped, each has one version to its end, and it is unloaded after the last of them."""
     two.push(3, "policy", "math")
     _settle(two, "policy@3", "math@3")
-    names = ["policy", "math"] * 8
-    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(16)]
-    # One call, so that all start together, however busy the machine is; so long that a push falls into it.
-    params = [{"max_new_tokens": 600 + number, "temperature": 1.0, "ignore_eos": True} for number in range(16)]
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(two.ask, input_ids=prompts, lora_path=names, sampling_params=params)
-        _wait_running(two, 16)
+    with ThreadPoolExecutor(17) as pool:
+
+        def ask(number: int) -> Future[Any]:
+            prompt = PROMPTS[number % len(PROMPTS)]
+            return pool.submit(two.ask, 400 + number, input_ids=prompt, lora_path=("policy", "math")[number % 2])
+
+        asked = [ask(number) for number in range(16)]
+        _wait_running(two, 16)  # long enough that the first still runs when a busy machine starts the last
         two.push(4, "policy", "math")
-        new = two.ask(200, input_ids=PROMPTS[0], lora_path="policy")
-        assert not asked.done(), "they run meanwhile"
-        answers = asked.result()
+        assert not any(answer.done() for answer in asked), "they run meanwhile"
+        new = ask(0).result()
+        answers = [answer.result() for answer in asked]
     assert new["meta_info"]["weight_version"] == "4"
-    for number, (name, prompt, answer) in enumerate(zip(names, prompts, answers, strict=True)):
-        info, tokens = answer["meta_info"], [*prompt, *answer["output_ids"]]
-        assert info["weight_versions"] == [{"version": "3", "start": 0, "end": 600 + number}]
+    for number, answer in enumerate(answers):
+        info, prompt = answer["meta_info"], PROMPTS[number % len(PROMPTS)]
+        assert info["weight_versions"] == [{"version": "3", "start": 0, "end": 400 + number}]
+        name, tokens = ("policy", "math")[number % 2], [*prompt, *answer["output_ids"]]
         of_3, of_4 = (log_probs(two.models[f"{name}@{version}"], tokens, len(prompt)) for version in (3, 4))
         found = np.array([entry[0] for entry in info["output_token_logprobs"]])
         # fp32 of some thousand tokens in batches of other sizes; another version is a thousand times as far.
