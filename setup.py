@@ -43,7 +43,7 @@ setup(
         "transformers>=5.12,<6",
         "tokenizers>=0.22",
         "numpy>=2.0",
-        "aiohttp>=3.9",
+        "aiohttp>=3.12",
         "orjson>=3.9",
         "psutil>=5.9",
         "pyyaml>=6.0",

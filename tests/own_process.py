@@ -23,7 +23,7 @@ def run_code(code: str, *argv: str, **variables: str) -> str:
     return done.stdout
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 120.0) -> None:
     """Wait until a condition holds; fail after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -180,3 +180,9 @@ def test_a_gpu_that_is_not_there(good: list[str], capsys: Capsys) -> None:
     if detect_device("auto") == "cuda":
         pytest.skip("this machine has a GPU")
     assert "--device cuda: this machine has no NVIDIA GPU" in messages(capsys, "plan", *good, "--device", "cuda")[0]
+
+
+def test_a_file_cannot_say_that_a_run_is_supervised(good: list[str], tmp_path: Path, capsys: Capsys) -> None:
+    (tmp_path / "flags.yaml").write_text("supervise: true\n")
+    (found,) = messages(capsys, "train", *good, "--config", str(tmp_path / "flags.yaml"), "--dry-run")
+    assert found.startswith("--supervise: give it on the command line")

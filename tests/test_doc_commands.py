@@ -27,7 +27,7 @@ _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 OF_OTHER_PROGRAMS = {
     *("--ipc", "--bind", "--shm-size", "--ulimit", "--network", "--gpus", "--exclusive", "--no-deps", "--num-gpus"),
     *("--resources", "--nv", "--pdb", "--resume", "--step", "--worst", "--all-equal", "--config", "--deep"),
-    *("--steps", "--samples", "--attempt", "--check"),
+    *("--steps", "--samples", "--attempt", "--check", "--with-samples"),
 }
 
 

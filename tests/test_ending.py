@@ -1,7 +1,12 @@
 """The last message of a run that was stopped: what is kept, what is lost, and the command that goes on."""
 
+import errno
 import io
+import json
 import logging
+import os
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +14,16 @@ import pytest
 
 import fusionrl.runtime.run
 from fusionrl import cli
+from fusionrl.base.wording import LOG_END
 from fusionrl.cli.train import debug, explain
 from fusionrl.config.config import Config
+from fusionrl.config.user_code import HookError
 from fusionrl.observe.metrics import MetricsSink
+from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.run_dir import RunDir
-from fusionrl.runtime.checkpoints import Checkpoints, end_message
+from fusionrl.observe.spans import phase, record_to
+from fusionrl.runtime.checkpoints import Checkpoints
+from fusionrl.runtime.ending import Failure, end_message, full_traceback
 
 Capsys, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
@@ -58,6 +68,40 @@ def test_what_a_run_saves(tmp_path: Path) -> None:
     assert stopped(tmp_path, 0, [0], mode="eval") == ""
 
 
+def test_a_failure_is_summed_up(tmp_path: Path) -> None:
+    """The first error counts: its phase and step, not those of what it led to. The file says what the console does."""
+    folder = tmp_path / "a run"
+    stopped(folder, 3, [1, 2, 3, 4])
+    RolloutWriter(folder).write(4, 1, [])
+    record_to(folder, "driver", 1)
+    first, tail = RuntimeError(f"push: it died. Its log is x; {LOG_END}line 1\nline 2"), "line 1\nline 2"
+    try:
+        with phase("end"):
+            try:
+                with phase("step", step=5), phase("push"):
+                    raise first
+            except RuntimeError as error:
+                raise RuntimeError(f"engine 0: {error}") from error
+    except RuntimeError as error:
+        last = error
+    code, message = explain(last)
+    failure = Failure.of(last, message, code, Config(), folder, 1)
+    assert (failure.process, failure.phase, failure.step) == ("the driver", "push", 5)
+    assert (failure.checkpoint, failure.last_samples, failure.pid) == ("step_000003", 5, os.getpid())
+    assert failure.error == "failed: RuntimeError: engine 0: push: it died. Its log is x"
+    assert failure.command is not None
+    assert shlex.split(failure.command) == ["fusionrl", "train", "--run-dir", str(folder), "--resume"]
+    assert json.loads(failure.write(folder).read_text()) == asdict(failure)
+    where, saved = failure.describe().split("\n")
+    assert (
+        where.startswith(f"failed first: the driver (process {os.getpid()} on ") and ', in "push" of step 5, ' in where
+    )
+    assert saved == "saved: checkpoints/step_000003, samples up to step 5 in rollouts/"
+    text = full_traceback(last)
+    assert text.count(tail) == 1 and text.count("raise first") == 1
+    assert Failure.of(last, message, code, Config.from_flat({"no_save": True}), folder, 1).command is None
+
+
 def test_a_damaged_folder_hides_no_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("?\n?\n")
     (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
@@ -92,6 +136,36 @@ def test_a_full_disk_is_told_with_its_cure(tmp_path: Path) -> None:
     wrapped = RuntimeError("trainer rank 0 could not write step_000002 ([Errno 28] No space left on device)")
     assert "--keep-checkpoints" in explain(wrapped)[1]
     assert "disk" not in explain(RuntimeError("something else"))[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "rollouts/x"), "a file system is read-only"),
+        (RuntimeError("trainer rank 1 could not write ([Errno 30] Read-only file system)"), "findmnt -T"),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -Hn 65536"),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), "fs.file-max"),
+        (RuntimeError("http://x did not answer: ClientConnectorError([Errno 24] Too many open files)"), "ulimit -Hn"),
+        (MemoryError(), "memory is full"),
+        (RuntimeError("[enforce fail] can't allocate memory … Error code 12 (Cannot allocate memory)"), "free -g"),
+        (
+            RuntimeError("trainer rank 0 died: …\nthe end of it:\nCUDA out of memory. Tried to allocate"),
+            "--max-tokens-per",
+        ),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (RuntimeError("Local disk is full"), "RAY_TMPDIR"),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "fusionrl doctor"),
+        (RuntimeError("engine 0 died: …\nthe end of it:\nConnection reset by peer"), ""),  # what others saw of it
+        (HookError("--custom-rm-path f: ConnectionError: [Errno 111] Connection refused"), ""),  # a server of its own
+        (HookError("--custom-rm-path f: OSError: [Errno 28] No space left on device"), "a disk is full"),
+        (RuntimeError("something else"), ""),
+    ],
+)
+def test_what_the_system_lacks_is_told_with_its_cure(error: Exception, cure: str) -> None:
+    _, text = explain(error)
+    message = text.removeprefix(f"failed: {type(error).__name__}: {error}")
+    assert message.count("\n") == bool(cure) and cure in message
+    assert not cure or "--resume continues from the last checkpoint" in message
 
 
 @pytest.mark.parametrize("where", [(RunDir, "write_config"), (fusionrl.runtime.run, "run_training")])

@@ -1,5 +1,6 @@
-"""One attempt of a run: start it, kill a part of it at a chosen moment, wait for its end, and see what is left."""
+"""A supervised run: start it, send signals to its parts at chosen moments, wait for its end, and see what is left."""
 
+import json
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,87 +16,104 @@ import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 MARK_VARIABLE = "FUSIONRL_CHAOS_MARK"  # a name with TOKEN is taken for a secret, and not passed on
-VICTIMS = ("driver", "buffer", "engine", "trainer")
-# The moment's name → the line that the console shows when it begins; of `any`, a step's own line.
+# Part → how its command line is found, or the log that it writes.
+_COMMANDS = {
+    "engine": r"^\S+ -m fusionrl\.engines\.launch_server ",
+    "router": r"fusionrl\.engines\.launch_router",
+    "reward": r"fusionrl\.rewards\.reward_call",
+    "driver": r"^\S+ -m fusionrl\.cli train ",
+}
+_LOGS = {
+    "engine actor": r"/engine-actor-\d+\.a\d+\.log$",
+    "buffer": r"/buffer\.a\d+\.log$",
+    "trainer": r"/trainer-\d+\.a\d+\.log$",
+}
+VICTIMS = (*_COMMANDS, *_LOGS)
+# The moment's name → phases of the driver, as its timeline has them.
 MOMENTS = {
-    "any": "",
-    "generating": "generating",
-    "training": "training",
-    "push": "pushing weights",
-    "checkpoint": "saving a checkpoint",
+    "start": {"start"},
+    "generate": {"generate", "fetch"},
+    "train": {"train"},
+    "push": {"push"},
+    "save": {"save", "publish checkpoint"},
+    "evaluate": {"evaluate"},
+    "end": {"end"},
 }
-# First line of the message with which a run ends whose part was killed. A driver that is killed says nothing.
-MESSAGES = {
-    "buffer": r"the Buffer died: its process {pid}\b",
-    "engine": r"engine \d+ .*the process ended \(killed by SIGKILL\)",
-    "trainer": r"trainer rank \d+ died: its process {pid}\b",
-}
-_STEP = re.compile(r"step (\d+)/\d+\b")
-_LOOK_S = 0.002  # at the console: a push of a tiny model takes 0.03 s
+_LOOK_S = 0.002  # at the timeline: a push of a tiny model takes 0.03 s
 _SWEEP_S = 0.3  # between two looks at all processes
 _GRACE_S = 20.0  # for all processes of a run to be gone after its end
-_LOG_OF = {"buffer": r"/buffer\.a\d+\.log", "trainer": r"/trainer-\d+\.a\d+\.log"}
+_FREEZE_S = 3.0  # a driver that is stopped continues after it, as no other process could tell
 
 
 @dataclass(frozen=True)
-class Kill:
-    """Whom to kill, and when: `delay_s` after the moment starts for the first time with `after_step` finished."""
+class Fault:
+    """A signal to a part: `delay_s` after a moment began for the first time with `after_step` steps finished."""
 
     victim: str
+    signal: str  # KILL or STOP
     moment: str
     after_step: int
     delay_s: float
 
     def __str__(self) -> str:
-        return f"{self.victim} at {self.moment} after step {self.after_step} + {self.delay_s * 1000:.0f} ms"
+        return f"{self.signal} {self.victim} at {self.moment} after step {self.after_step} + {self.delay_s:.2f} s"
 
 
 @dataclass
 class End:
-    """The end of an attempt."""
+    """The end of a run."""
 
     code: int | None  # its exit code; None: it did not end in time
-    state: str | None  # what the console said when the kill was sent; None: it ended before the moment came
-    pid: int  # of the process that was killed
-    seconds: float  # from the kill to the end
+    states: list[str | None]  # of each fault, what the run was at when it came; None: its moment did not come
     output: str
-    missed: str | None = None  # who was to be killed, and was not found when the moment came
 
 
-class Console:
-    """The output of the run so far, read as it comes."""
+class Phases:
+    """What the run's newest driver is at, by its timeline, to which a phase is written when it begins."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open(encoding="utf-8", errors="replace")
-        self._rest = ""
-        self.last_step = -1
-        """The last step that it said to be finished."""
-        self.status = ""
-        """Its last line about what it does now; empty right after a step's line."""
+    def __init__(self, run_dir: Path) -> None:
+        self._folder, self._attempt, self._at, self._rest = run_dir / "timeline", 0, 0, ""
+        self.open, self.done = list[str](), 0
+        """Phases that have not ended, and steps that have."""
 
     def read(self) -> None:
         """Take over what is new."""
-        *lines, self._rest = (self._rest + self._file.read()).split("\n")
-        for line in lines:
-            if match := _STEP.match(line):
-                self.last_step, self.status = int(match[1]), ""
-            elif line in MOMENTS.values():
-                self.status = line
+        if (self._folder / f"driver.a{self._attempt + 1}.jsonl").is_file():
+            self._attempt, self._at, self._rest, self.open = self._attempt + 1, 0, "", []
+        path = self._folder / f"driver.a{self._attempt}.jsonl"
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            file.seek(self._at)
+            *lines, self._rest = (self._rest + file.read()).split("\n")
+            self._at = file.tell()
+        for record in map(json.loads, lines):
+            if isinstance(record, dict):  # a process began
+                self.open.clear()
+                continue
+            kind, lane, name, *more = record
+            if lane or kind not in ("B", "X"):
+                continue  # of another thread
+            if kind == "B":
+                self.open.append(name)
+            elif name in self.open:
+                self.open.remove(name)
+            if name == "step":
+                self.done = more[-1]["step"] - (kind == "B")
 
-    def is_at(self, kill: Kill) -> bool:
-        """Return whether the moment started; `any` begins with the line of its step."""
-        return self.last_step >= kill.after_step and kill.moment in ("any", self.moment)
+    def is_at(self, fault: Fault) -> bool:
+        """Return whether the moment started."""
+        return self.done >= fault.after_step and not MOMENTS[fault.moment].isdisjoint(self.open)
 
-    @property
-    def moment(self) -> str:
-        """The name of the moment that it is in."""
-        return next(name for name, line in MOMENTS.items() if line == self.status)
+    def __str__(self) -> str:
+        moments = [name for name, phases in MOMENTS.items() if not phases.isdisjoint(self.open)]
+        return f"{moments[-1] if moments else 'between'} after step {self.done}"
 
 
-class Attempt:
-    """A running command (`fusionrl train`), and all its descendants."""
+class SupervisedRun:
+    """A running command (`fusionrl train --supervise`), and all its descendants."""
 
-    def __init__(self, command: list[str], output: Path) -> None:
+    def __init__(self, command: Sequence[str], output: Path) -> None:
         """Start it in the repository's root; its console goes to the file `output`."""
         self.output_path = output
         self._mark = uuid.uuid4().hex
@@ -145,13 +164,13 @@ class Attempt:
                         self._family[pid] = psutil.Process(pid)
                 except (OSError, psutil.Error):
                     continue
+            self._family = {pid: process for pid, process in self._family.items() if _lives(process)}
 
     def living(self) -> list[psutil.Process]:
         """Processes of the run that are alive; `is_running` knows a number that another process has taken over."""
         self._look()
         with self._lock:
-            processes = [process for process in self._family.values() if process.pid != os.getpid()]
-        return [process for process in processes if process.is_running() and _status(process) != psutil.STATUS_ZOMBIE]
+            return [process for process in self._family.values() if process.pid != os.getpid() and _lives(process)]
 
     def left(self, grace_s: float = _GRACE_S) -> list[str]:
         """Wait until every process is gone; returns the command lines of those that stay, and ends them."""
@@ -170,102 +189,71 @@ class Attempt:
                 continue
 
     def victim(self, name: str) -> int:
-        """Return the process to kill; 0 where there is none (any more)."""
-        if name == "driver":
-            return self.process.pid
+        """Return the process that gets the signal, the last of its kind; 0 where there is none."""
         with self._lock:
             family = list(self._family.values())
-        for process in family:
-            if name == "engine":
-                is_it = re.match(r"\S+ -m fusionrl\.engines\.launch_server ", _command(process))
-            else:
-                is_it = re.search(_LOG_OF[name] + "$", _stdout(process))
-            if is_it:
-                return process.pid
-        return 0
+        if name in _COMMANDS:
+            found = [process for process in family if re.search(_COMMANDS[name], _command(process))]
+            if name == "router":  # it gives itself a title, so it is found by the program that minds it
+                found = [child for minder in found for child in _children(minder)]
+        else:  # not a child of it that writes to the same log
+            writers = {process.pid: process for process in family if re.search(_LOGS[name], _stdout(process))}
+            found = [process for process in writers.values() if _parent(process) not in writers]
+        living = [process for process in found if process.pid != self.process.pid and _lives(process)]
+        return max(living, key=lambda process: process.create_time()).pid if living else 0
 
     # ------------------------------------------------------------------------------------ its end
-    def run(self, kill: Kill | None, limit_s: float, end_limit_s: float) -> End:
-        """Wait for the end; with `kill` send SIGKILL at its moment. What does not end in time is ended here.
-
-        limit_s      for an attempt that ends by itself, or to the moment
-        end_limit_s  from the kill to the end
-        """
-        console, pid, state = Console(self.output_path), None, None
-        began = time.monotonic()
-        deadline = began + limit_s
+    def run(self, faults: Sequence[Fault], run_dir: Path, limit_s: float) -> End:
+        """Send each signal when its moment comes, and wait for the end; what does not end within `limit_s` is ended."""
+        phases, states = Phases(run_dir), dict[int, str]()
+        deadline = time.monotonic() + limit_s
+        code: int | None = None
         try:
-            if kill is not None and (pid := self._wait_until(console, kill, deadline)):
-                console.read()  # for what it does now
-                state = f"{console.moment} after step {console.last_step}"
-                os.kill(pid, signal.SIGKILL)
-                began = time.monotonic()
-                deadline = began + end_limit_s
-            code: int | None = self.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = None
+            while (code := self.process.poll()) is None and time.monotonic() < deadline:
+                phases.read()
+                due = [number for number, fault in enumerate(faults) if number not in states and phases.is_at(fault)]
+                if due and self._strike(faults[due[0]]):
+                    phases.read()
+                    states[due[0]] = str(phases)
+                time.sleep(_LOOK_S)
         finally:  # also after Ctrl-C
-            seconds = time.monotonic() - began
             if self.process.poll() is None:
                 self._end([*self.living(), psutil.Process(self.process.pid)])
                 self.process.wait()
-        missed = kill.victim if kill is not None and pid == 0 else None
-        return End(code, state, pid or 0, seconds, self.output_path.read_text(errors="replace"), missed)
+        return End(
+            code, [states.get(number) for number in range(len(faults))], self.output_path.read_text(errors="replace")
+        )
 
-    def _wait_until(self, console: Console, kill: Kill, deadline: float) -> int | None:
-        """Wait for the moment, and return the process to kill.
-
-        0: it is not there. None: the run has ended, or the deadline has come, before the moment.
-        """
-        pid = 0
-        while self.process.poll() is None and time.monotonic() < deadline:
-            console.read()
-            if not pid and console.last_step >= 0:
-                pid = self.victim(kill.victim)  # before the moment: it takes longer than a push
-            if console.is_at(kill):
-                time.sleep(kill.delay_s)
-                if not pid:
-                    self._look()
-                    pid = self.victim(kill.victim)
-                return pid if self.process.poll() is None else None
-            time.sleep(_LOOK_S)
-        return None
+    def _strike(self, fault: Fault) -> bool:
+        """Send the signal; returns whether the part was there."""
+        time.sleep(fault.delay_s)
+        if not (pid := self.victim(fault.victim)):
+            self._look()
+            pid = self.victim(fault.victim)
+        try:
+            if pid:
+                os.kill(pid, getattr(signal, f"SIG{fault.signal}"))
+            if pid and fault.victim == "driver" and fault.signal == "STOP":
+                time.sleep(_FREEZE_S)
+                os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return False
+        return bool(pid)
 
 
-def check_end(end: End, victim: str | None, is_complete: bool) -> list[str]:
-    """Check how an attempt ended: in time, with the right exit code, and one message that names who died.
-
-    victim       who was killed; None: no process
-    is_complete  all its steps are done: then it may have ended well, as the kill came too late
-    """
-    if end.missed is not None:
-        return [f"nothing was killed: no process of {end.missed} was found when its moment came"]
+def check_end(end: End) -> list[str]:
+    """Check that the run ended in time and well."""
+    last = " | ".join(end.output.rstrip().splitlines()[-5:])
     if end.code is None:
-        since = "the kill" if end.state else "its start"
-        return [f"no end {end.seconds:.0f} s after {since}; it said: {_last(end.output)}"]
-    if end.code == 0:
-        return [] if is_complete else [f"exit code 0 without all steps: {_last(end.output)}"]
-    if victim is None:
-        return [f"exit code {end.code}, though nothing was killed: {_last(end.output)}"]
-    violations = []
-    expected = -signal.SIGKILL if victim == "driver" else 1
-    if end.code != expected:
-        violations.append(f"exit code {end.code} after the death of {victim}, not {expected}")
-    if "Traceback (most recent call last)" in end.output:
-        violations.append("a traceback on the console")
-    messages = re.findall(r"^(?:failed|error): .*", end.output, re.MULTILINE)
-    if victim == "driver":
-        return violations + [f"a message of a driver that was killed: {text}" for text in messages]
-    if len(messages) != 1:
-        return [*violations, f"{len(messages)} messages, not one: {messages}"]
-    pattern = MESSAGES[victim].format(pid=end.pid)
-    if not re.search(pattern, messages[0]):
-        violations.append(f"the message does not name the {victim} ({end.pid}): {messages[0]}")
-    return violations
+        return [f"a hang: it did not end in time; it said: {last}"]
+    return [f"exit code {end.code}: {last}"] if end.code else []
 
 
-def _last(output: str) -> str:
-    return " | ".join(output.rstrip().splitlines()[-5:])
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _command(process: psutil.Process) -> str:
@@ -275,11 +263,18 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def _status(process: psutil.Process) -> str:
+def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
-        return str(process.status())
+        return list(process.children())
     except psutil.Error:
-        return str(psutil.STATUS_ZOMBIE)
+        return []
+
+
+def _parent(process: psutil.Process) -> int:
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return 0
 
 
 def _stdout(process: psutil.Process) -> str:

@@ -1,9 +1,10 @@
-"""Files in the user's cache folder, for this user alone, and sizes and hashes of a checkpoint's files.
+"""Files in the user's cache folder, for this user alone; folders that appear complete; sizes and hashes of files.
 
-The hashes find what was damaged, cut off, exchanged or left out. They are not a signature: who can write the files can
-write their hashes too, so what reads the files trusts none of them (`fusionrl.trainer.safe_load`).
+The hashes of a checkpoint find what was damaged, cut off, exchanged or left out. They are not a signature: who can
+write the files can write their hashes too, so what reads the files trusts none of them (`fusionrl.trainer.safe_load`).
 """
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -79,6 +80,58 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(new)
         raise
+
+
+# What is said of folders and devices that cannot be flushed, or not by this user.
+_NO_FLUSH = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
+
+
+def publish_folder(written: Path, final: Path) -> None:
+    """Rename a folder when the disk holds all of its files: after a power cut no file under the final name is short.
+
+    Raises OSError if the disk fails, or `final` is there already and not empty.
+    """
+    flush((*written.rglob("*"), written))
+    rename_flushed(written, final)
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """Wait until the disk holds these files, and the names in these folders. Raises OSError if it fails."""
+    for path in paths:
+        if not path.is_symlink():
+            descriptor = _opened(path)
+            try:
+                flush_open(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def rename_flushed(old: Path, new: Path) -> None:
+    """Rename what is flushed, and flush its new name. Raises OSError if it cannot be renamed, or the disk fails."""
+    parent = _opened(new.parent)  # first: what fails here leaves all as it was
+    try:
+        old.rename(new)
+        flush_open(parent)
+    finally:
+        os.close(parent)
+
+
+def flush_open(descriptor: int) -> None:
+    """`os.fsync` of what can be flushed. Raises OSError if the disk fails."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH or stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise
+
+
+def _opened(path: Path) -> int:
+    # SMB flushes no file that is open for reading alone. A folder that may not be read has no flush.
+    best, next_best = (os.O_RDONLY, os.O_PATH) if path.is_dir() else (os.O_RDWR, os.O_RDONLY)
+    try:
+        return os.open(path, best)
+    except PermissionError:
+        return os.open(path, next_best)
 
 
 R = TypeVar("R")

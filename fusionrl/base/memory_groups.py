@@ -3,6 +3,7 @@
 Functions take `root`, below which /proc and /sys are read: "/" but in tests.
 """
 
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -96,6 +97,25 @@ class MemoryKills:
             f" control group, because the memory of {place} was full: {cure}; `fusionrl plan` estimates what a run"
             " takes, and hardware/host_bytes/… in metrics.jsonl is what it took"
         )
+
+
+_LITTLE = 2**26  # bytes of /dev/shm, and a sixteenth of it: Ray writes objects in pieces of megabytes
+
+
+def shared_memory_sentence(root: Path = ROOT) -> str:
+    """Return that /dev/shm is nearly full, what follows and the cure; "" where it has room, or is not there."""
+    try:
+        stats = os.statvfs(root / "dev/shm")
+    except OSError:
+        return ""
+    free, size = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
+    if free >= min(_LITTLE, size / 16):
+        return ""
+    return (
+        f"/dev/shm of {socket.gethostname()} has {free / 2**20:.0f} MiB free of {size / _GIB:.1f} GiB, and Ray keeps"
+        " the run's objects there: the kernel kills (SIGBUS) who writes to one without room. Look at `ls -l /dev/shm`"
+        " for files of other programs; give it more (`mount -o remount,size=16g /dev/shm`; docker run --shm-size=16g)"
+    )
 
 
 def _folders(root: Path) -> list[Path]:

@@ -11,11 +11,17 @@ from typing import TypeVar
 T = TypeVar("T")
 BASE = "base"  # what requests call the model without an adapter
 SHOWN = 6  # of many the nearest
+LOG_END = "the end of it:\n"  # in the message of a death, before the last lines of a log
 
 
 def counted(number: int, noun: str) -> str:
     """Return "1 node", "2 nodes", "0 nodes"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def headline(message: str) -> str:
+    """Return a message without the end of the log that it quotes."""
+    return message.partition(f"; {LOG_END}")[0]
 
 
 def divisors(count: int) -> list[int]:

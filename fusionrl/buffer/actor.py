@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.buffer.collect import Collector, EngineEndpoints, HookBorder, RolloutFunctions
+from fusionrl.buffer.cursor import BufferStart, Cursor
 from fusionrl.buffer.data_source import PromptSource
 from fusionrl.buffer.rollout_stages import Rollout, RolloutStages
 from fusionrl.buffer.sample_files import TrainedColumns
@@ -83,6 +84,7 @@ class BufferActor:
         self._validation: dict[str, list[object]] | None = None
         self._stream: Stream | None = None
         self._next_rollout = 0  # whose samples are under way
+        self._is_replacement = False  # of a Buffer of this attempt that died
 
     # -------------------------------------------------------------------------------- control
     async def prepare(self) -> None:
@@ -91,8 +93,10 @@ class BufferActor:
             if self.config.run.load_debug_rollout_data is None:
                 await asyncio.to_thread(_import_libraries)
 
-    async def setup(self, endpoints: EngineEndpoints) -> dict[str, int]:
+    async def setup(self, endpoints: EngineEndpoints, place: BufferStart | None = None) -> dict[str, int]:
         """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long.
+
+        place  of a Buffer that died, which this one takes; what that one wrote of later rollouts is written again
 
         Raises SandboxError if programs need a sandbox and this machine gives none.
         """
@@ -115,6 +119,16 @@ class BufferActor:
             sandbox.allow_weak(config.reward.allow_weak_sandbox)
             if runs_any:
                 logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
+        if place is not None:
+            self._is_replacement = self._writer.overwrites = True
+            if place.checkpoint is not None:
+                await self.load(place.checkpoint)
+            if place.cursor is not None and place.cursor.source is not None:
+                stream = place.cursor.saved_stream(self.plan.knobs)
+                self.source.restore(place.rollout_id, place.cursor.source, stream)
+                self.source.keep_with(place.rollout_id, place.cursor.source, stream)  # for a checkpoint after it
+            if self._accepted is not None:
+                self._accepted.forget_after(place.rollout_id)
         return self.source.counts()
 
     async def set_engines(self, engine_urls: Sequence[str], eval_urls: Sequence[str] | None = None) -> None:
@@ -164,13 +178,15 @@ class BufferActor:
         """
         self._abort.clear()
         self.source.take_back()
+        self._border.pushed_version = pushed_version
         start = time.monotonic()
         with (
             phase("rollout", lane="rollouts", step=rollout_id + 1),
             self._blaming(rollout_id),
         ):
             rollout = await asyncio.to_thread(self._stages.make, rollout_id, pushed_version, start)
-        self.source.keep(rollout_id)
+        state = self.source.keep(rollout_id)
+        rollout.cursor = Cursor(state) if self.source.can_be_restored else None
         rollout.warnings += take_warnings()
         rollout.metrics["perf/time_generate_s"] = time.monotonic() - start
         return rollout
@@ -192,13 +208,15 @@ class BufferActor:
 
         assert self.plan.knobs is not None
         self._abort.clear()
+        self._border.pushed_version = num_trained
         functions, begun = self._functions, (self.plan.knobs, self._border, self.source, num_trained)
         saved = self.source.take_stream()
         stream: Stream
         if functions.where is None:
             record, needs_turns = self.config.pipelining.replay_schedule, self.plan.knobs.in_flight == "retract"
             entries = [] if record is None else await asyncio.to_thread(read_schedule, Path(record), needs_turns)
-            stream = Stream(*begun, saved, Schedule(schedule_file(self.run_dir, self.attempt), entries))
+            path = schedule_file(self.run_dir, self.attempt)
+            stream = Stream(*begun, saved, Schedule(path, entries, begins_again=self._is_replacement))
         else:
             stream = BatchStream(*begun, saved, functions, self._collector.call, self._abort)
         await asyncio.to_thread(stream.start)
@@ -213,7 +231,7 @@ class BufferActor:
         ):
             batch = await asyncio.to_thread(self._running.next_batch)
             rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, start)
-        waited = time.monotonic() - start
+        waited, rollout.cursor = time.monotonic() - start, batch.cursor
         rollout.warnings += take_warnings()
         rollout.metrics |= {"perf/time_generate_s": waited, "perf/time_wait_rollout_s": waited}
         self._next_rollout = rollout_id + 1
@@ -225,6 +243,7 @@ class BufferActor:
             return await asyncio.to_thread(self._running.trained)
 
     async def weights_pushed(self, version: int) -> None:
+        self._border.pushed_version = version
         with self._blaming(self._next_rollout):
             await asyncio.to_thread(self._running.pushed, version)
 

@@ -89,6 +89,8 @@ class HookBorder:
     def __init__(self, config: Config, plan: Plan, run_dir: Path, abort: threading.Event) -> None:
         self._config, self._plan, self._run_dir, self._abort = config, plan, run_dir, abort
         self.endpoints = EngineEndpoints()
+        self.pushed_version: int | None = None
+        """Of the weights that the policy's engines have at least; None: not known."""
         self._built = functools.lru_cache(maxsize=2)(self._build)  # of rollouts, and of evaluations
 
     def hook(self, field: str) -> Hook | None:
@@ -101,10 +103,12 @@ class HookBorder:
 
         An evaluation may have engines of its own.
         """
-        ends = self.endpoints
+        ends, version = self.endpoints, self.pushed_version
         if is_evaluation and ends.eval_urls:
-            ends = replace(ends, router_url=ends.eval_router_url, engine_urls=ends.eval_urls)
-        return copy.deepcopy(self._built(ends))
+            ends, version = replace(ends, router_url=ends.eval_router_url, engine_urls=ends.eval_urls), None
+        args = copy.deepcopy(self._built(ends))
+        args.pushed_version = version
+        return args
 
     def policy_urls(self) -> list[str]:
         """Return the addresses of the policy's engines and of their router."""

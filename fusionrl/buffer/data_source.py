@@ -285,6 +285,15 @@ class PromptSource:
             self.hooked = load_function(data.data_source_path)(border.args())
         self.keep(-1)
 
+    @property
+    def can_be_restored(self) -> bool:
+        """Return whether `restore` continues after a rollout in another process: not with images, which a process holds
+        for itself, or a user's data source that gives no state or keeps files of it."""
+        if self._config.pipelining.replay_schedule is not None or IMAGES.processor is not None:
+            return False
+        has_state = hasattr(self.hooked, "state_dict") and hasattr(self.hooked, "load_state_dict")
+        return self.hooked is None or (has_state and not self._keeps_own_state())
+
     def guarded(self) -> AbstractContextManager[None]:
         """Return a block in which what a user's data source raises names it."""
         path = self._config.data.data_source_path
@@ -308,7 +317,7 @@ class PromptSource:
         if not hasattr(self.hooked, "state_dict"):
             return {}
         with self.guarded():
-            return self.hooked.state_dict()
+            return copy.deepcopy(self.hooked.state_dict())  # a user's may give what it changes later
 
     def state_hash(self, rollout_id: int | None = None) -> str:
         """SHA-256 of the state of now, or of that right after a rollout: the cursor, and samples that it holds."""
@@ -337,9 +346,11 @@ class PromptSource:
         with self.guarded():
             self.hooked.add_samples(groups)
 
-    def keep(self, rollout_id: int) -> None:
-        """Remember the state of now as that right after rollout `rollout_id`."""
-        self.keep_with(rollout_id, self.state(), None)
+    def keep(self, rollout_id: int) -> dict[str, object] | None:
+        """Remember the state of now as that right after rollout `rollout_id`, and return it."""
+        state = self.state()
+        self.keep_with(rollout_id, state, None)
+        return state
 
     def keeps(self, rollout_id: int) -> bool:
         return rollout_id in self._states
@@ -399,18 +410,23 @@ class PromptSource:
             return rollout_id
         self._images[rollout_id] = images_in_states(source, stream)
         IMAGES.load(self._images[rollout_id], path.parent / IMAGES_FOLDER)
-        with self.guarded():
-            if self._keeps_own_state():
+        if self._keeps_own_state():
+            with self.guarded():
                 self.hooked.load(rollout_id)
-            if hasattr(self.hooked, "load_state_dict"):  # last: this is the state right after that rollout
-                try:
-                    self.hooked.load_state_dict(source)
-                except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-                    raise ValueError(
-                        f"{path}: it is not a state of this data source ({error!r:.300}); resume from another one"
-                    ) from error
-        self._states[rollout_id], self._loaded_stream = source, stream
+        try:
+            self.restore(rollout_id, source, stream)  # last: this is the state right after that rollout
+        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise ValueError(
+                f"{path}: it is not a state of this data source ({error!r:.300}); resume from another one"
+            ) from error
         return rollout_id
+
+    def restore(self, rollout_id: int, source: dict[str, object], stream: SavedStream | None) -> None:
+        """Continue after a rollout, right after which the data source was in this state."""
+        with self.guarded():
+            if hasattr(self.hooked, "load_state_dict"):
+                self.hooked.load_state_dict(source)
+        self._states[rollout_id], self._loaded_stream = source, stream
 
     def _keeps_own_state(self) -> bool:
         """Return whether it is a user's with `save` and `load` of its own, as slime's users write it."""

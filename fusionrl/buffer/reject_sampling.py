@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fusionrl.base.files import flush_open
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import has_own_rollout
 from fusionrl.data.image_store import IMAGES
@@ -116,6 +117,8 @@ class AcceptedSamples:
         counts["accepted"] = len(rows)
         with self.path.open("ab") as out:
             out.writelines(map(json_line, rows))
+            out.flush()
+            flush_open(out.fileno())  # a checkpoint says soon that these are done
         known |= new  # after the write: an answer that could not be written must not count as a duplicate later
         self._write_summary(self._steps() | {str(rollout_id + 1): counts})
         return counts

@@ -291,7 +291,8 @@ def token_metrics(samples: Sequence[Sample], version: int | None) -> tuple[dict[
         known = trained[trained != UNKNOWN_VERSION]
         num_unknown += len(trained) - len(known)
         if version is not None:
-            ages.append(Counter(np.maximum(version - known, 0).tolist()))
+            counts = np.bincount(np.maximum(version - known, 0)).tolist()
+            ages.append(Counter({age: count for age, count in enumerate(counts) if count}))
     # The mean of log p(student) - log p(teacher) estimates their reverse KL (k1).
     all_gaps = np.concatenate([np.zeros(0), *gaps])
     distance = {"rollout/opd_reverse_kl": float(all_gaps.mean())} if all_gaps.size else {}

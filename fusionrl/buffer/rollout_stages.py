@@ -36,6 +36,7 @@ from fusionrl.rollout.types import Limits, check_samples
 from fusionrl.rollout.weight_versions import warn_once
 
 if TYPE_CHECKING:
+    from fusionrl.buffer.cursor import Cursor
     from fusionrl.buffer.reject_sampling import AcceptedSamples
     from fusionrl.buffer.stream import Batch
 
@@ -53,6 +54,7 @@ class Rollout:
     facts: RolloutFacts | None = field(default=None, kw_only=True)  # for warnings; not in --mode sft
     glimpses: list[Glimpse] = field(default_factory=list, kw_only=True)  # --log-samples of its samples
     work: Work = field(default_factory=Work, kw_only=True)  # of the samples that are trained on
+    cursor: Cursor | None = field(default=None, kw_only=True)  # None: no other Buffer can continue
 
 
 class RolloutStages:
@@ -156,7 +158,7 @@ def warn_without_log_probs(samples: Sequence[Sample], config: Config) -> None:
     """
     if not corrects_by_default(config):
         return
-    lacking = next((s for s in samples if is_trained_on(s) and s.rollout_log_probs is None), None)
+    lacking = next((s for s in samples if is_trained_on(s) and vars(s)["rollout_log_probs"] is None), None)
     if lacking is not None:
         warn_once(
             "rollout_log_probs of --use-tis",

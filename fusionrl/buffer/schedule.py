@@ -18,7 +18,13 @@ from fusionrl.rollout.turn_versions import Turns
 Entry = list[object]
 _FLAG = "--replay-schedule"
 _FILTERED = "filtered"  # a group is dropped at its end, where others are dropped in flight
-_NOT_REPEATED = {"GroupFailed": "a group failed", "Parked": "a group was handed back", "StreamEnd": "the data ended"}
+_BEGAN_AGAIN = "BeganAgain"
+_NOT_REPEATED = {
+    _BEGAN_AGAIN: "the Buffer died and groups began again",
+    "GroupFailed": "a group failed",
+    "Parked": "a group was handed back",
+    "StreamEnd": "the data ended",
+}
 
 
 def entry_of(event: Event | Started) -> Entry:
@@ -84,9 +90,12 @@ def read_schedule(run: Path, needs_turns: bool = False) -> list[Entry]:
 class Schedule:
     """What has happened goes to `path`; with `record` it is also compared with what comes next there."""
 
-    def __init__(self, path: Path, record: Sequence[Entry] = ()) -> None:
+    def __init__(self, path: Path, record: Sequence[Entry] = (), *, begins_again: bool = False) -> None:
+        """`begins_again`: the file has what happened before the Buffer died."""
         self._record, self._place = record, 0
         self._file = path.open("ab", buffering=0)
+        if begins_again:
+            self._file.write(to_json([_BEGAN_AGAIN]) + b"\n")
 
     @property
     def turns(self) -> dict[int, Turns]:

@@ -8,13 +8,14 @@ import asyncio
 import copy
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
 from fusionrl.buffer.collect import HookBorder
+from fusionrl.buffer.cursor import Cursor, cursor_of
 from fusionrl.buffer.data_source import PromptSource, images_in_states
 from fusionrl.buffer.loop_thread import ScheduledLoop
 from fusionrl.buffer.schedule import Schedule
@@ -64,6 +65,7 @@ from fusionrl.rollout.turn_versions import Turns, noting_turns
 _STARTED = get_args(Started)
 _FOR_DRIVER = (Fetch, Push, Stop)
 _AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
+_SHORT_S, _LONGEST_REST_S = 0.001, 0.05
 Groups = list[list[Sample]]
 
 
@@ -73,12 +75,14 @@ class Batch:
 
     version  of the weights that train it, as engines and samples call it
     refused  groups that the filter refused since the batch before, where a hook wants to see them
+    cursor   for a Buffer that takes this one's place; None: none can
     """
 
     groups: Groups
     version: int
     metrics: dict[str, float] = field(default_factory=dict)
     refused: Groups = field(default_factory=list)
+    cursor: Cursor | None = None
 
 
 class Stream(ScheduledLoop):
@@ -144,6 +148,7 @@ class Stream(ScheduledLoop):
 
         def note() -> None:
             self._label = version
+            self._args.pushed_version = version
             self._happen(Pushed())
 
         self._call(note, start=partial(self._when_pushed, version))
@@ -190,8 +195,7 @@ class Stream(ScheduledLoop):
             started.set_result(None)
             try:
                 while not self._is_ending:
-                    self._proceed()
-                    await asyncio.sleep(0)  # those that begin do so now, also where more are to come at once
+                    await asyncio.sleep(_rest_after(self._proceed))  # those that begin do so now
                     await self._wake.wait()
                     self._wake.clear()
                     if self._failed:
@@ -361,7 +365,8 @@ class Stream(ScheduledLoop):
         state = state_numbers(self.state, self.knobs) | tokens | self._clock.take(time.monotonic())
         self._args.rollout_id = fetch.fetch + 1  # hooks read it
         refused, self._refused = self._refused, None if self._refused is None else []
-        return Batch(groups, self._label, self._new_metrics() | counts | state, refused or [])
+        cursor = cursor_of(self._source, self.state, self._live)
+        return Batch(groups, self._label, self._new_metrics() | counts | state, refused or [], cursor)
 
     def _new_metrics(self) -> dict[str, float]:
         retries = request_counts(self._args, self._client, "rollout")
@@ -379,6 +384,17 @@ class Stream(ScheduledLoop):
 
         self._post(ask, answer)
         return answer.result()
+
+
+def _rest_after(proceed: Callable[[], None]) -> float:
+    """Decide, and return how long answers and requests have the loop to themselves after it, in seconds.
+
+    A decision looks at every group: with thousands of them it takes milliseconds, and many answers wait for one.
+    """
+    start = time.perf_counter()
+    proceed()
+    spent = time.perf_counter() - start
+    return min(4 * spent, _LONGEST_REST_S) if spent > _SHORT_S else 0.0
 
 
 def why_failed(samples: list[Sample], *, replaces: bool) -> str:

@@ -41,6 +41,7 @@ class StreamGroup:
     blank: list[Sample]  # as it came from the data
     finished: list[Sample] = field(default_factory=list)  # as it is when it is ready
     parked: list[Sample] = field(default_factory=list)  # as a function handed it back, with a part of its answers
+    is_in_cursor: bool = field(default=False, init=False)  # a cursor had it
 
 
 def packed(state: Mapping[str, Any], held: Mapping[int, StreamGroup], knobs: Knobs) -> SavedStream:
@@ -268,8 +269,8 @@ class StreamClock:
         self._holds = ({reason} if reason else set()) | (set() if has_work else {_IDLE})
 
     def take(self, now: float) -> dict[str, float]:
-        """Return the metrics since the last call, and begin anew."""
-        holds = self._holds
+        """Return the metrics since the last call, and begin anew: the trainers have their batch."""
+        holds = self._holds & {_IDLE}
         self.note(now, None, True)
         self._holds = holds
         seconds, self._seconds = self._seconds, defaultdict(float)
@@ -294,9 +295,10 @@ def oldest_version(samples: Sequence[Sample], update_weights_interval: int) -> i
 
 def trained_versions(sample: Sample) -> np.ndarray:
     """[n] versions of the tokens of a sample that are trained on, those that are known."""
-    if sample.weight_versions is None:
-        return np.zeros(0, np.int64)
-    versions = np.asarray(sample.weight_versions, np.int64)[response_mask(sample) > 0]
+    versions = sample.array("weight_versions")
+    if versions is None:
+        return np.zeros(0, np.int32)
+    versions = versions[response_mask(sample) > 0]
     return versions[versions != UNKNOWN_VERSION]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from fusionrl.base.files import publish_folder
 from fusionrl.base.imports import quiet
 from fusionrl.base.wording import install_hint
 from fusionrl.config.config import Config
@@ -163,7 +164,7 @@ def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
         parquet.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parquet.parent) as parts:
             rows.save_to_disk(f"{parts}/rows")
-            Path(parts, "rows").rename(parquet)
+            publish_folder(Path(parts, "rows"), parquet)
     return parquet
 
 

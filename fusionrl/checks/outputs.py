@@ -12,7 +12,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.run import ProfileOrder
 from fusionrl.config.run_parts import changes_weights, saves, uses_engines, uses_trainers
 from fusionrl.models.trainable import num_adapter_parameters
-from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file
+from fusionrl.observe.run_dir import RunDir, holds_run, is_exported, own_config_file
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapter_folders, adapters_of
@@ -58,7 +58,7 @@ def output_errors(config: Config) -> list[str]:
         "--reject-sampling-output": config.reject_sampling.reject_sampling_output,
     }  # some of it is made only at the end of the run, when a wrong path would cost all its work
     errors += [error for flag, path in paths.items() if path and (error := unwritable(flag, Path(path)))]
-    if export is not None and Path(export).exists():
+    if export is not None and Path(export).exists() and not _is_own(config, Path(export)):
         errors.append(f"--save-hf {export}: it exists already; give another folder, or {{rollout_id}} in its name")
     return errors + ([] if config.run.resume else folder_errors(config))
 
@@ -74,6 +74,14 @@ def unwritable(flag: str, path: Path) -> str | None:
     if not os.access(parent, os.W_OK | os.X_OK):
         return f"{flag} {path}: {parent} cannot be written by this user; name another path"
     return None
+
+
+def _is_own(config: Config, export: Path) -> bool:
+    """Return whether this run wrote the folder, and died before its end."""
+    run_dir, steps = config.run.run_dir, config.run.num_rollout
+    if not config.run.resume or run_dir is None or steps is None:
+        return False
+    return is_exported(Path(run_dir), export, steps - 1)
 
 
 def _export(config: Config) -> str | None:
@@ -241,6 +249,12 @@ def checkpoint_bytes(config: Config, plan: Plan) -> float:
         num_saved = min(num_saved, options.keep_checkpoints + 1)  # the newest is written before the oldest goes
     parameter = _STATE_BYTES_FP32 if plan.precision == "fp32" else _STATE_BYTES
     return float(max(num_saved, 1) * _num_saved(config, plan) * parameter)
+
+
+def snapshot_bytes(config: Config, plan: Plan) -> float:
+    """Return the bytes of a snapshot of all trainers: fp32 weights and two moments of each parameter."""
+    num_models = 1 if plan.auxiliary is None else 2
+    return float(num_models * _num_saved(config, plan) * _STATE_BYTES_FP32)
 
 
 def _num_saved(config: Config, plan: Plan) -> int:

@@ -24,6 +24,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl diff RUN_A RUN_B [--weights]                 where two runs part: step, sample, token, metric; flags
   fusionrl timeline [RUN] [--out FILE] …                what each process did, and when, for Perfetto; where time went
   fusionrl track [RUN] --to wandb …                     metrics of a run in a tracker, also of a live run
+  fusionrl report [RUN] [--with-samples]                the evidence of a failure in one file, without keys and samples
   fusionrl export FROM OUT [--merge] …                  an adapter as a PEFT folder, or added to its base model
   fusionrl engines add|remove|list --run-dir RUN …      engines of others join a run and leave it
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
@@ -45,6 +46,7 @@ COMMANDS: dict[str, str] = {
     "diff": "fusionrl.cli.diff:run",
     "timeline": "fusionrl.observe.timeline.command:main",
     "track": "fusionrl.observe.track:main",
+    "report": "fusionrl.cli.report:run",
     "export": "fusionrl.cli.export:run",
     "engines": "fusionrl.cli.engines:run",
     "data": "fusionrl.cli.data:run",

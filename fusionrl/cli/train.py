@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.cli import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
+from fusionrl.cli.cures import cure_of
 from fusionrl.runtime.early_start import EarlyStart
 
 if TYPE_CHECKING:
@@ -26,6 +25,10 @@ DRIVER_LOG = "driver.log"  # in logs/
 
 def run(argv: Sequence[str]) -> int:
     """Run what the flags describe, or with --dry-run print its plan; returns the exit code."""
+    if "--supervise" in argv:
+        from fusionrl.cli.supervise import supervise
+
+        return supervise(argv)
     with EarlyStart() as early_start:
         with suppress(OSError):  # the launcher begins again and tells it
             early_start.prepare(argv)
@@ -42,6 +45,8 @@ def run(argv: Sequence[str]) -> int:
             config, plan = resolve(argv)
         except CommandLineError as error:
             return refuse(error.errors)
+        if config.run.supervise:
+            return refuse(["--supervise: give it on the command line; a file of --config cannot have it"])
         if config.run.dry_run:
             from fusionrl.cli.plan import print_plan
 
@@ -75,14 +80,14 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
     from fusionrl.observe.run_dir import RunDir, umask_of
     from fusionrl.observe.spans import stop_recording
-    from fusionrl.runtime.checkpoints import end_message
+    from fusionrl.runtime.ending import Failure, end_message, full_traceback
 
     path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         os.umask(umask_of(config.run.run_dir_mode))  # of every file of the run: its processes inherit it
         run_dir = RunDir(path, resume=config.run.resume, mode=int(config.run.run_dir_mode, 8))
     except (ValueError, OSError) as error:
-        return refuse([str(error) if isinstance(error, ValueError) else f"--run-dir: {error}{_cure(error)}"])
+        return refuse([str(error) if isinstance(error, ValueError) else f"--run-dir: {error}{cure_of(error)}"])
     failure: BaseException | None = None
     log_file = run_dir.logs / DRIVER_LOG
     with run_dir:
@@ -93,7 +98,7 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
             logging.getLogger("fusionrl").debug("the run failed", exc_info=True)
             # A full disk has no room for the log either.
             with suppress(OSError), log_file.open("a", encoding="utf-8") as log:
-                log.write("".join(traceback.format_exception(raised)))
+                log.write(full_traceback(raised))
         finally:
             stop_recording()
     if failure is None:
@@ -101,8 +106,14 @@ def run_command(config: Config, plan: Plan, early_start: EarlyStart) -> int:
         return 0
     code, message = explain(failure)
     has_failed = code not in (EXIT_INTERRUPTED, EXIT_TERMINATED)
-    if text := end_message(config, path, run_dir.attempt, has_failed=has_failed):
-        message += f"\nthe run ended{text}" if has_failed else text
+    text = end_message(config, path, run_dir.attempt)
+    if has_failed:
+        summary = Failure.of(failure, message, code, config, path, run_dir.attempt)
+        message += f"\n{summary.describe()}" + (f"\nthe run ended{text}" if text else "")
+        with suppress(OSError):  # as above
+            message += f"\nsummary: {summary.write(path)}; the evidence in one file: fusionrl report {path}"
+    else:
+        message += text
     print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
     if config.run.pdb and code in (EXIT_FAILURE, EXIT_USER):
         debug(failure)
@@ -161,16 +172,4 @@ def explain(error: BaseException) -> tuple[int, str]:
     cause = root_cause(error)
     if isinstance(cause, ValueError):
         return EXIT_USER, f"error: {cause}"
-    return EXIT_FAILURE, f"failed: {type(cause).__name__}: {cause}{_cure(cause)}"
-
-
-def _cure(cause: BaseException) -> str:
-    """Return the cure of an error of the system's that says none; "" for others."""
-    is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-    is_full = is_full or os.strerror(errno.ENOSPC) in str(cause)  # of an error that a library or a rank wrapped
-    if not is_full:
-        return ""
-    return (
-        "\na disk is full: look at `df -h` of the run's folder, --save-hf and TMPDIR; free some, or keep fewer"
-        " checkpoints (--keep-checkpoints 2); --resume continues from the last one"
-    )
+    return EXIT_FAILURE, f"failed: {type(cause).__name__}: {cause}{cure_of(cause)}"

@@ -90,7 +90,11 @@ class WeightsGroup(Group):
         "abort", "How a weight push treats running requests; in_place turns the prefix cache off."
     )
     verify_weights: Literal["first", "always", "never"] = of_pushes(
-        "first", "Which pushes are verified by checksums and by log-probs."
+        "first",
+        "Which pushes are verified by checksums and by log-probs; first: the first to each process of an engine.",
+    )
+    verify_weights_interval: int | None = acting(scopes.PUSHES, scopes.VERIFIES)(
+        None, "With --verify-weights first: also verify every so many pushes.", ge=1
     )
     verify_tolerance: float | None = acting(scopes.PUSHES, scopes.VERIFIES)(
         None, "Mean |log-prob difference| a verified push may show. Default: 1e-4 in fp32, else 0.1.", gt=0
@@ -209,6 +213,12 @@ class TrainGroup(Group):
     clip_grad: float = of_training(1.0, "Clip the gradient to this norm; 0 disables clipping.", ge=0)
     max_skipped_steps: int = of_training(
         5, "End the run after this many skipped steps in a row, whose loss or gradient is not finite.", ge=1
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = of_training(
+        None,
+        "Every so many optimizer steps, and before each checkpoint, compare the weights of data-parallel replicas; a"
+        " rank that has others is named and ends the run, and nothing of it is saved.",
+        ge=1,
     )
     enable_mtp_training: bool = of_training(
         False,

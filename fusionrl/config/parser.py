@@ -140,7 +140,7 @@ def read_command_line(argv: Sequence[str], prog: str = "fusionrl train") -> Comm
     parts = passthrough.model_dump()
     overridden = {*values, *(f"{kind}.{name}" for kind, passed in parts.items() for name in passed)}
     file = _read_file(paths, overridden, errors)
-    if own_file is None:  # a resume of a run that followed a record continues without it
+    if own_file is None or values.get("resume"):  # a resume of a run that followed a record continues without it
         file.values.pop("replay_schedule", None)
     custom_path = values.get("custom_config_path")
     if file.custom is None:  # else the values are those of a former run

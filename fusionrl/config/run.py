@@ -70,6 +70,15 @@ class RunGroup(Group):
         "Save the trainers' log-prob, entropy and advantage of every trained token with the samples, about"
         " 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, not the entropy.",
     )
+    keep_rollouts: int | None = of_steps(
+        None,
+        "Keep the samples in rollouts/ of this many of the newest steps, and of all since the newest checkpoint."
+        " Default: all.",
+        ge=1,
+    )
+    max_log_mb: int | None = of_steps(
+        None, "Leave out the middle of a file in logs/ that is larger than this many MiB. Default: keep all.", ge=1
+    )
     profile_steps: list[str] = acting(scopes.needed(scopes.STEPS))(
         [], "Steps to profile, numbered from 1, e.g. 3 or 5-7; docs/guides/profiling.md. Default: none."
     )
@@ -89,7 +98,20 @@ class RunGroup(Group):
         " the first of its kind), with all stacks; docs/guides/trouble.md.",
         gt=0,
     )
-    stall_timeout_s: float | None = of_processes(None, "End the run with that report when a phase takes longer.", gt=0)
+    stall_timeout_s: float | None = of_processes(
+        None, "When a phase takes longer, start trainers that hang again, or else end the run with that report.", gt=0
+    )
+    max_restarts: int = always(
+        3,
+        "How often within an hour a router, Buffer or trainers that died may start again within the run, and with"
+        " --supervise the driver; 0: a death ends the run (docs/guides/trouble.md).",
+        ge=0,
+    )
+    supervise: bool = always(
+        False,
+        "Run in a process of its own, and start one that fails or is killed again with --resume, as often within an"
+        " hour as --max-restarts says. On the command line alone.",
+    )
     in_process: bool = always(
         False, "Run all but the engines in this process, without Ray; breakpoint() works (docs/guides/trouble.md)."
     )
@@ -186,6 +208,12 @@ class CheckpointGroup(Group):
 
     save_interval: int | None = of_saves(None, "Rollout steps between checkpoints; without it: the last alone.", ge=1)
     no_save: bool = always(False, "Write no checkpoints at all.")
+    snapshot_interval: int = acting(scopes.PROCESSES, scopes.TRAINS)(
+        1,
+        "Rollout steps between snapshots of the trainers' state in memory, from which all start again within the run"
+        " when one dies (docs/guides/trouble.md). 0: from the last checkpoint.",
+        ge=0,
+    )
     async_save: bool = acting(scopes.NEEDS_PROCESSES, scopes.SAVES, scopes.TRAINS, scopes.SAVING)(
         False, "Write a checkpoint's files while training continues, from a copy in a process of each trainer."
     )

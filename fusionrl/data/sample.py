@@ -47,6 +47,7 @@ _Status: TypeAlias = Status
 _SpecInfo: TypeAlias = SpecInfo
 _PrefixCacheInfo: TypeAlias = PrefixCacheInfo
 _PLAIN = frozenset((type(None), bool, int, str))  # values that JSON has, as they are
+_UNCHANGING = _PLAIN | {float, Status}
 REWARD_LOST = "reward_lost"  # in the metadata: why its reward function gave no reward: "timeout", "crash", "error"
 _LOST = (Status.FAILED, Status.ABORTED)
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -140,6 +141,15 @@ class Sample:
     def __repr__(self) -> str:
         # Of what is stored: printing a sample makes no lists.
         return f"Sample({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sample:
+        # Most values are plain ones, which need no copy: a third of the time that `copy` itself takes.
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(
+            {name: v if type(v) in _UNCHANGING else copy.deepcopy(v, memo) for name, v in vars(self).items()}
+        )
+        return new
 
     def __copy__(self) -> Sample:
         # With lists and counts of its own: what one sample appends or counts is not the other's.

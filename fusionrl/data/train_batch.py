@@ -9,7 +9,7 @@ agents) share slime's `Sample.rollout_id`. Statistics of a group, denominators o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -146,6 +146,32 @@ class TrainShard:
             return list(self.fields[name].reshape(-1, 1))
         lengths = self.total_lengths if extent == "token" else self.response_lengths
         return np.split(self.fields[name], np.cumsum(lengths)[:-1])
+
+
+def joined(shards: Sequence[TrainShard]) -> TrainShard:
+    """Return the shards of several data-parallel ranks as one, for a rank that takes their place: in each optimizer
+    step it has all of their micro-batches."""
+    if len(shards) == 1:
+        return shards[0]
+    firsts = np.cumsum([0, *(shard.num_samples for shard in shards[:-1])])
+    steps = []
+    for parts in zip(*(shard.steps for shard in shards), strict=True):
+        placed = zip(firsts.tolist(), parts, strict=True)
+        batches = [[first + i for i in batch] for first, part in placed for batch in part.micro_batches]
+        steps.append(replace(parts[0], micro_batches=batches))
+    names = [name for name in FIELDS if name in shards[0].fields]
+    any_spans = any(shard.spans for shard in shards)
+    return replace(
+        shards[0],
+        total_lengths=np.concatenate([shard.total_lengths for shard in shards]),
+        response_lengths=np.concatenate([shard.response_lengths for shard in shards]),
+        fields={name: np.concatenate([shard.fields[name] for shard in shards]) for name in names},
+        steps=steps,
+        metadata=[row for shard in shards for row in shard.metadata],
+        extra={name: [value for shard in shards for value in shard.extra[name]] for name in shards[0].extra},
+        spans=[row for shard in shards for row in shard.spans or [[]] * shard.num_samples] if any_spans else [],
+        images={key: image for shard in shards for key, image in shard.images.items()},
+    )
 
 
 def flat_field(name: str, values: Sequence[object]) -> np.ndarray:

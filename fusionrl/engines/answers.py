@@ -43,9 +43,12 @@ class AnswerBounds:
     log_probs: bool = False  # whether each token needs the log-prob with which it was sampled
     vocab_size: int | None = None  # tokens are in [0, vocab_size)
     max_bytes: int | None = None  # of the body, at most
+    least_version: int | None = None  # of the weights that an engine has had since before the request
 
     @classmethod
-    def by(cls, payload: Mapping[str, object], vocab_size: int | None = None) -> AnswerBounds:
+    def by(
+        cls, payload: Mapping[str, object], vocab_size: int | None = None, least_version: int | None = None
+    ) -> AnswerBounds:
         """Derive the bounds from a request in SGLang's form."""
         ids = prompt_of(payload)
         is_batch = len(ids) > 0 and isinstance(ids[0], (list, tuple, np.ndarray))
@@ -54,7 +57,7 @@ class AnswerBounds:
         is_wide = not _WIDE.isdisjoint(payload) and any(payload.get(name) for name in _WIDE)
         per_token = _BYTES_PER_WIDE_TOKEN if is_wide else _BYTES_PER_TOKEN
         num_bytes = _BASE_BYTES + per_token * (num_read + num_answers * new)
-        return cls(num_answers, new, bool(payload.get("return_logprob")), vocab_size, num_bytes)
+        return cls(num_answers, new, bool(payload.get("return_logprob")), vocab_size, num_bytes, least_version)
 
     def check_size(self, num_bytes: int) -> None:
         """Refuse a body that is longer than any answer to the request can be."""
@@ -260,12 +263,19 @@ def parse_generation(answer: object, bounds: AnswerBounds = UNBOUNDED, first: in
         raise AnswerError(f"{field} is missing; the request asked for log-probs")
     if bounds.max_new_tokens and not len(tokens) and finish not in ("", "abort"):
         raise AnswerError(f"output_ids holds no token, with the finish reason {finish}")
+    versions = _version_spans(meta, len(ids), first)
+    oldest, least = versions[0][0] if versions else 0, bounds.least_version
+    if least and versions and (isinstance(oldest, str) or oldest < least):
+        raise AnswerError(
+            f"meta_info.weight_version is {oldest!r}, and version {least} was pushed before the request was sent:"
+            " was the engine started again, or given weights, from outside of this run?"
+        )
     return Generation(
         tokens=tokens,
         log_probs=values,
         text=_text(answer),
         finish_reason=finish or "abort",
-        weight_versions=_version_spans(meta, len(ids), first),
+        weight_versions=versions,
         prompt_tokens=_count(meta, "prompt_tokens"),
         cached_tokens=_count(meta, "cached_tokens"),
         meta_info=meta,

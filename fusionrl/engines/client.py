@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import orjson
 
+from fusionrl.base.sockets import noticing_socket
 from fusionrl.engines.answers import (
     LONG_BYTES,
     AnswerBounds,
@@ -71,6 +72,7 @@ class GenerateClient:
         worker_urls: Sequence[str] = (),
         engine_urls: Sequence[str] = (),
         adds_seeds: bool = True,
+        least_version: Callable[[], int | None] = lambda: None,
     ) -> None:
         """A request whose answer is refused (`answers`) is sent once more, to another engine, which is named if it errs
         too. Through the router the answering engine is unknown; there a second one is tried.
@@ -87,8 +89,11 @@ class GenerateClient:
                           not know: to the engine of a routing key, else to the one with the fewest under way
         engine_urls       those that a refused answer's request is sent to; default: `worker_urls`
         adds_seeds        see `RequestMerger`; fusionrl has started all engines
+        least_version     of the weights that engines have when a request is sent: an answer of older ones is refused,
+                          also one of a checkpoint's. None: any version is right
         """
         self._vocab_size, self._media = vocab_size, media
+        self._least_version = least_version
         self._num_tries = num_tries
         self._stream_responses = stream_responses
         self.num_retries = 0
@@ -161,7 +166,7 @@ class GenerateClient:
             before = len(tokens)
             url = self._targets.choose(routing_key, attempt, refused)
             request = {"return_logprob": True, **continued(payload, tokens), "stream": True}
-            bounds = AnswerBounds.by(request, self._vocab_size)
+            bounds = AnswerBounds.by(request, self._vocab_size, self._least_version())
             try:
                 async with aclosing(self._events(url, request, bounds, routing_key, deadline)) as events:
                     parser = StreamParser(bounds)
@@ -236,7 +241,7 @@ class GenerateClient:
         """Send `payload`, of which `body` is the JSON if it is made already."""
         if body is None:
             body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-        bounds = AnswerBounds.by(payload, self._vocab_size)
+        bounds = AnswerBounds.by(payload, self._vocab_size, self._least_version())
         refused: list[str] = []
         async with asyncio.timeout(self._timeout_s):
             while True:
@@ -319,7 +324,7 @@ class GenerateClient:
             raise RuntimeError("client closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                connector=aiohttp.TCPConnector(limit=self._max_connections, socket_factory=noticing_socket),
                 # The whole request has its bound in `generate`; aiohttp's own default is five minutes.
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
@@ -424,7 +429,7 @@ async def abort_all(engine_urls: Sequence[str], api_key: str | None = None, time
                 async with session.post(f"{url}/abort_request", json={"abort_all": True}) as response:
                     if response.status >= 400:
                         raise EndpointError(f"{url}/abort_request", response.status, await response.text())
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (aiohttp.ClientError, OSError) as error:
                 logger.warning("abort_request to %s: no answer: %r", url, error)
 
         results = await asyncio.gather(*(abort(url) for url in engine_urls), return_exceptions=True)

@@ -46,6 +46,7 @@ class EngineControl:
         # None until asked: 0.5.17 has no /begin_weight_update, 0.5.23 refuses updates without it.
         self._has_update_sessions: bool | None = None
         self._is_paused_in_place = False
+        self._groups = set[str]()  # in which trainers broadcast weights
 
     def _post(
         self, path: str, payload: Mapping[str, object] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
@@ -152,6 +153,7 @@ class EngineControl:
         backend. Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.
         """
         self._post("/init_weights_update_group", group, timeout_s=_WEIGHTS_TIMEOUT_S)
+        self._groups.add(str(group["group_name"]))
 
     @phase("load weights")
     def update_weights_from_distributed(self, *, version: str | None, flush_cache: bool, **bucket: object) -> None:
@@ -167,7 +169,15 @@ class EngineControl:
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave the group."""
+        self._groups.discard(group_name)
         self._post("/destroy_weights_update_group", {"group_name": group_name})
+
+    def leave_groups(self) -> None:
+        """Leave all groups, of trainers that are gone or of which the server is to know nothing any more."""
+        groups, self._groups = sorted(self._groups), set()
+        for name in groups:
+            with suppress(RuntimeError):  # the server is gone, or was not in it any more
+                self._post("/destroy_weights_update_group", {"group_name": name}, timeout_s=10.0)
 
     @phase("load weights")
     def update_weights_from_disk(self, path: str, version: str | None) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from fusionrl.engines.answers import as_list, as_object
@@ -54,7 +53,6 @@ class AttachedEngine(EngineControl):
     def __init__(self, index: int, url: str, tp_size: int, api_key: str | None = None) -> None:
         super().__init__(url, tp_size, api_key)
         self.index = index
-        self._groups: set[str] = set()
 
     def post(self, path: str, payload: Mapping[str, object] | None = None) -> object:
         """Any other request."""
@@ -108,23 +106,13 @@ class AttachedEngine(EngineControl):
 
     def release(self) -> None:
         """Leave the server as it can be used without the run: no group, no open update, not paused. Idempotent."""
-        groups, self._groups = sorted(self._groups), set()
-        requests = [("/destroy_weights_update_group", {"group_name": name}) for name in groups]
-        requests += [("/end_weight_update", {})] if self._has_update_sessions else []  # refused where none is open
-        for path, payload in [*requests, ("/continue_generation", {})]:
+        self.leave_groups()
+        ends = ["/end_weight_update"] if self._has_update_sessions else []  # refused where none is open
+        for path in [*ends, "/continue_generation"]:
             with suppress(RuntimeError):  # the server is gone, or had nothing to end
-                self._post(path, payload, timeout_s=10.0)
+                self._post(path, timeout_s=10.0)
 
     # ---- weights
-
-    def init_weights_update_group(self, **settings: Any) -> None:
-        """Join the group, and remember it for `release`."""
-        super().init_weights_update_group(**settings)
-        self._groups.add(str(settings["group_name"]))
-
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        self._groups.discard(group_name)
-        super().destroy_weights_update_group(group_name)
 
     def pull_weights(self, folder: str, local_folder: str | None) -> str | None:
         """Return the folder of a full version, which the server reads itself; None for a delta: it needs a full one."""

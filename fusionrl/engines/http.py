@@ -9,8 +9,11 @@ from typing import Any
 
 import orjson
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection
 
 from fusionrl.base.environment import ROUTER_KEY
+from fusionrl.base.sockets import noticing_socket, silence_options
 
 LONGEST_ANSWER = 256 << 20  # bytes: control endpoints answer kilobytes, checksums of a large model some megabytes
 # With ROUTER_KEY, in the environment of the processes that run users' functions, which may ask the engines.
@@ -40,6 +43,14 @@ def auth_headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
+class _NoticingAdapter(HTTPAdapter):
+    """Opens connections that break when their other end is gone without a word."""
+
+    def init_poolmanager(self, connections: int, maxsize: int, block: bool = False, **kwargs: object) -> None:
+        options = [*HTTPConnection.default_socket_options, *silence_options()]
+        super().init_poolmanager(connections, maxsize, block, socket_options=options, **kwargs)
+
+
 def call(
     method: str,
     url: str,
@@ -51,9 +62,11 @@ def call(
     """Send one request; return the decoded JSON, the text where it is none, or None for an empty answer.
 
     Raises `EndpointError` (a RuntimeError with endpoint, status and text) for a status of 400 or more, and
-    RuntimeError without an answer within `timeout_s` seconds, or for one of over `LONGEST_ANSWER` bytes.
+    RuntimeError without an answer within `timeout_s` seconds, from a machine that is gone within half a minute, or for
+    an answer of over `LONGEST_ANSWER` bytes.
     """
     with requests.Session() as session:
+        session.mount(url, _NoticingAdapter())
         session.trust_env = False  # a proxy from the environment has no route to an engine
         try:
             response = session.request(
@@ -100,7 +113,8 @@ async def post(
     key = os.environ.get(ROUTER_KEY)
     if key and any(f"{url}/".startswith(f"{known}/") for known in os.environ.get(ROUTER_URLS, "").split()):
         headers = {**auth_headers(key), **(headers or {})}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+    connector = aiohttp.TCPConnector(socket_factory=noticing_socket)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         for attempt in range(max_retries):
             try:
                 async with session.post(url, json=payload, headers=headers) as response:

@@ -29,6 +29,7 @@ from typing import BinaryIO, Self
 from fusionrl.base.memory_groups import MemoryKills
 from fusionrl.base.nursery_client import FOLDER_VARIABLE, ask
 from fusionrl.base.process import replace_title, set_title, signal_name
+from fusionrl.base.wording import LOG_END
 
 logger = logging.getLogger(__name__)
 
@@ -155,14 +156,15 @@ class ChildProcess:
         """The last `num_lines` lines that this child wrote (at most the last 64 KiB)."""
         with open(self.log_path, "rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - 65536))
+            start = self._log_start if self._log_start <= size else 0  # it was shortened: --max-log-mb
+            log.seek(max(start, size - 65536))
             text = log.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-num_lines:])
 
     def died(self, purpose: str) -> ChildExited:
         """The error to raise when the child is found dead while `purpose` was expected of it."""
         tail = self.log_tail()
-        end = f"the end of it:\n{tail}" if tail.strip() else "it is empty"
+        end = LOG_END + tail if tail.strip() else "it is empty"
         status, kills = self.exit_status(), self._memory_kills.sentence()
         ended = f"{purpose}: the process ended ({status}). " + (f"{kills}. " if kills else "")
         # A backtrace may separate the cause, such as a taken port, from the end that the message shows.
@@ -180,8 +182,8 @@ class ChildProcess:
                 raise self.died(purpose)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{purpose}: not there after {timeout_s:.0f} s. The log is {self.log_path}; the end of it:\n"
-                    f"{self.log_tail()}"
+                    f"{purpose}: not there after {timeout_s:.0f} s. The log is {self.log_path}; "
+                    f"{LOG_END}{self.log_tail()}"
                 )
             time.sleep(0.05)
 

@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, object] = {
     "disable_circuit_breaker": True,
     "log_level": "warn",
 }
+_LOOK_S, _HANGS_S = 5.0, 30.0  # between two questions whether it answers, and until it counts as hung
 
 
 class Router:
@@ -46,11 +47,13 @@ class Router:
         router_args: Mapping[str, object] | None = None,
         start_timeout_s: float = 60.0,
         name: str = "router",
+        on_death: Callable[[RuntimeError], None] | None = None,
     ) -> None:
         """`router_args` are fields of sglang_router's RouterArgs; they win over the defaults here.
 
         `host` is the address to bind, by which clients reach it. With an `api_key` the router asks its clients for it.
-        `name` is that of its log.
+        `name` is that of its log. A router that dies or hangs is started again, at its address and with its engines,
+        unless `on_death` raises what it gets; default: it does.
         """
         args = dict(router_args or {})
         self._fixed_port = _port(args.pop("port", None))
@@ -62,7 +65,10 @@ class Router:
         self._start_timeout_s = start_timeout_s
         self._process: ChildProcess | None = None
         self._metrics_url = ""
-        self._num_refusals_logged = 0
+        self._workers: dict[str, str | None] = {}  # url of an engine → its key
+        self._on_death, self._next_look = on_death, 0.0
+        self._not_back = set[str]()  # engines that a new router did not take back yet
+        self._num_refusals_logged = self._num_retries = self._num_retries_before = 0  # before: its last start
         self.url = ""
 
     def start(self) -> str:
@@ -99,21 +105,30 @@ class Router:
 
     def add_worker(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
         """Register an engine with the key `api_key`, and wait `timeout_s` at most until the router finds it healthy."""
-        process = self._living("add a worker")
+        self._living("add a worker")
+        self._register(url, api_key)
+        self._workers[url] = api_key
+        self._not_back.discard(url)
+        deadline = time.monotonic() + timeout_s
+        while not any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the router at {self.url} does not find {url} healthy after {timeout_s:.0f} s; its log is"
+                    f" {self._log_path}"
+                )
+            time.sleep(0.05)
+
+    def _register(self, url: str, api_key: str | None) -> None:
         payload: dict[str, object] = {"url": url}
         if api_key is not None:
             payload["api_key"] = api_key
         if self._args.get("pd_disaggregation"):
             payload |= _half_of_pair(url, api_key)
         self._call("POST", "/workers", payload)
-        process.wait_until(
-            lambda: any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()),
-            timeout_s,
-            f"registration of {url} with the router at {self.url}",
-        )
 
     def remove_worker(self, url: str, timeout_s: float = 30.0) -> None:
         """Take an engine out and wait until the router no longer lists it, if it does."""
+        self._workers.pop(url, None)
         deadline = time.monotonic() + timeout_s
         while listed := [worker for worker in self.workers() if worker["url"] == url]:
             if time.monotonic() > deadline:
@@ -131,8 +146,9 @@ class Router:
         return [as_object(record, "a worker of /workers") for record in records]
 
     def num_retries(self) -> int:
-        """Requests that the router has sent to an engine again by itself, since its start."""
-        return self._count("smg_worker_retries_total")
+        """Requests that the router has sent to an engine again by itself, since its first start."""
+        self._num_retries = self._num_retries_before + self._count("smg_worker_retries_total")
+        return self._num_retries
 
     def num_refused(self) -> int:
         """Requests that the router has refused since its start, as they carried no key or a wrong one."""
@@ -157,8 +173,25 @@ class Router:
         return sum(int(float(count)) for labels, count in samples if label in labels)
 
     def check_alive(self) -> None:
-        """Raise RuntimeError with the end of the log when the router's process is dead; asks it nothing."""
-        self._living("supervision")
+        """Start the router again where it is dead or hangs. RuntimeError, with its log's end: it may not be."""
+        process = self._living("supervision")
+        if time.monotonic() >= self._next_look:
+            try:
+                call("GET", self.url + "/liveness", timeout_s=_HANGS_S)
+            except RuntimeError as error:
+                if process.alive():  # else `_living` says of what it died
+                    process.terminate(0.0)
+                    self._start_again(RuntimeError(f"the router does not answer: {error}"))
+                else:
+                    self._living("supervision")
+            self._register_again()
+            self._next_look = time.monotonic() + _LOOK_S
+
+    def find_fault(self) -> RuntimeError | None:
+        """Return what the router died of, None while it lives; starts none."""
+        if self._process is None or self._process.alive():
+            return None
+        return self._process.died(f"supervision of the router at {self.url}")
 
     def shutdown(self) -> None:
         if self._process is not None:
@@ -168,12 +201,47 @@ class Router:
         if self._process is None:
             raise RuntimeError(f"{purpose}: the router has not been started")
         if not self._process.alive():
-            raise self._process.died(f"{purpose} of the router at {self.url}")
+            self._start_again(self._process.died(f"{purpose} of the router at {self.url}"))
         return self._process
 
+    def _start_again(self, error: RuntimeError) -> None:
+        """Start it at the same address; an engine that is dead as well is left to those who watch engines."""
+        if self._on_death is None:
+            raise error
+        self._on_death(error)
+        self._fixed_port, self._fixed_prometheus_port = (
+            int(url.removesuffix("/metrics").rpartition(":")[2]) for url in (self.url, self._metrics_url)
+        )
+        self._num_retries_before, self._num_refusals_logged = self._num_retries, 0
+        try:
+            self.start()
+        except (RuntimeError, ValueError) as failure:
+            raise RuntimeError(f"the router died and cannot be started again at {self.url}: {failure}") from error
+        self._not_back = set(self._workers)
+        self._register_again()
+
+    def _register_again(self) -> None:
+        """Register engines that the router does not have since its start; those that it refuses again at each look."""
+        if self._not_back:
+            self._not_back = (self._not_back & self._workers.keys()) - {str(w["url"]) for w in self.workers()}
+        for url in sorted(self._not_back):
+            try:
+                self._register(url, self._workers[url])
+                self._not_back.discard(url)
+            except RuntimeError as failure:
+                logger.warning("the router does not take %s back: %s", url, failure)
+
     def _call(self, method: str, path: str, payload: Mapping[str, object] | None = None) -> object:
-        self._living(path)
-        return call(method, self.url + path, payload, api_key=self._api_key)
+        process = self._living(path)
+        try:
+            return call(method, self.url + path, payload, api_key=self._api_key)
+        except EndpointError:
+            raise
+        except RuntimeError:
+            if not process.wait_exit(1.0):
+                raise
+            self._living(path)  # it died meanwhile: the new one answers
+            return call(method, self.url + path, payload, api_key=self._api_key)
 
 
 def _half_of_pair(url: str, api_key: str | None) -> dict[str, object]:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fusionrl.base.files import flush, publish_folder
 from fusionrl.models.hf_folder import INDEX, SINGLE, form_of, text_config
 from fusionrl.models.hf_io import HFReader
 from fusionrl.models.peft import CONFIG, WEIGHTS, peft_config, peft_name
@@ -61,7 +62,7 @@ def _new_folder(path: Path, flag: str) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    partial.rename(path)
+    publish_folder(partial, path)
 
 
 def _write_model(
@@ -86,8 +87,10 @@ def _write_model(
         if kept is not None and _has_weights(source):  # or its config.json alone
             yield from kept_tensors(source, kept, names, dtypes[-1])
 
-    def flush() -> None:
-        save_file(pending, folder / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+    def write_part() -> None:
+        file = folder / f"part-{len(files)}.safetensors"
+        save_file(pending, file, metadata={"format": "pt"})
+        flush([file])  # now: other ranks wait, and not for so long as a disk takes for all of a large model
         files.append(list(pending))
         pending.clear()
 
@@ -97,11 +100,11 @@ def _write_model(
     for name, tensor in written:
         num_bytes = tensor.numel() * tensor.element_size()
         if pending and pending_bytes + num_bytes > max_file_bytes:
-            flush()
+            write_part()
             pending_bytes = 0
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         pending_bytes, total_bytes = pending_bytes + num_bytes, total_bytes + num_bytes
-    flush()
+    write_part()
     if len(files) == 1:
         (folder / "part-0.safetensors").rename(folder / SINGLE)
     else:

@@ -34,6 +34,7 @@ SECTIONS = {
     "Machines": ("hardware/", "perf/mfu", "perf/train_tokens", "perf/generate_tokens"),
     "Pipelines": ("pipeline/",),
     "Weight pushes": ("sync/", "train/lora_merge"),
+    "Restarts": ("run/",),
 }
 # What the step line on the console and `fusionrl show` call a metric.
 ON_THE_CONSOLE = {

@@ -111,6 +111,8 @@ class RolloutWriter:
         self.folder = Path(run_dir) / "rollouts"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._pictures: set[str] = set()  # keys of those that are written
+        self.overwrites = False
+        """Rollouts that this attempt has written may be made again."""
 
     def write(self, rollout_id: int, attempt: int, rows: Iterable[Mapping[str, object]], kind: str = "train") -> Path:
         """Write the samples of one rollout (its id as hooks know it, see `step_of`) and return the file's path.
@@ -118,18 +120,19 @@ class RolloutWriter:
         The file appears under its name only when it is complete; if `rows` raises, nothing is left behind.
 
         Raises:
-            FileExistsError: this attempt has already written this rollout.
+            FileExistsError: this attempt has already written this rollout, and `overwrites` is not set.
             ValueError: the kind cannot be a part of a file name.
         """
         if not _KIND.fullmatch(kind):
             raise ValueError(f"rollout kind {kind!r} is not a file name; use letters, digits, '_', '-'")
-        return _write_rows(self.folder / f"step_{step_of(rollout_id, kind):06d}.{kind}.a{attempt}.jsonl", rows)
+        path = self.folder / f"step_{step_of(rollout_id, kind):06d}.{kind}.a{attempt}.jsonl"
+        return _write_rows(path, rows, self.overwrites)
 
     def write_trained(self, path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
         """Write what the trainers found out about the samples of the rollout file `path`; as `write`."""
         path = trained_file(path)
         path.parent.mkdir(exist_ok=True)
-        return _write_rows(path, rows)
+        return _write_rows(path, rows, self.overwrites)
 
     def add_picture(self, key: str, make: Callable[[], bytes]) -> int:
         """Write the small picture of an image, once; `make` returns a JPEG file. Returns the bytes written."""
@@ -159,8 +162,8 @@ def trained_file(path: Path) -> Path:
     return path.parent / "trained" / path.name
 
 
-def _write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
-    if path.exists():
+def _write_rows(path: Path, rows: Iterable[Mapping[str, object]], overwrites: bool) -> Path:
+    if path.exists() and not overwrites:
         raise FileExistsError(f"{path} exists; rollouts are never overwritten, a resume raises the attempt")
     write_atomically(path, map(json_line, rows))
     return path

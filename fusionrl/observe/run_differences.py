@@ -11,6 +11,7 @@ import filecmp
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,23 +59,26 @@ class Difference:
     noun: str = "sample"
 
 
+@cache
 def is_timed(name: str) -> bool:
     """Return whether a metric measures time or a machine, and so differs between equal runs."""
     entry = entry_of(name)
     return name.startswith(_TIMED) or (entry is not None and (entry.unit == "seconds" or entry.unit.endswith("/s")))
 
 
-def first_difference(one: Path, other: Path) -> tuple[int, list[Difference]] | None:
+def first_difference(one: _Folder, other: _Folder) -> tuple[int, list[Difference]] | None:
     """Return the first step in which two runs differ, and its differences, the cause first; None if there is none.
 
     Steps that only one of them has are not compared.
     """
-    rows = _metrics(one), _metrics(other)
-    files = _rollouts(one), _rollouts(other)
+    rows, files = (one.rows, other.rows), (one.files, other.files)
     with_rows, with_files = rows[0].keys() & rows[1].keys(), files[0].keys() & files[1].keys()
     of_push: tuple[int, list[Difference]] | None = None
-    for step in sorted({*with_rows, *(number for number, _ in with_files)}):
-        kinds = sorted(kind for number, kind in with_files if number == step)
+    kinds_of: defaultdict[int, list[str]] = defaultdict(list)
+    for step, kind in sorted(with_files):
+        kinds_of[step].append(kind)
+    for step in sorted({*with_rows, *kinds_of}):
+        kinds = kinds_of.get(step, [])
         found = [difference for kind in kinds for difference in compare_rollouts(*(side[step, kind] for side in files))]
         if step in with_rows:
             found += compare_metrics(rows[0][step], rows[1][step], has_samples="train" in kinds)
@@ -85,29 +89,34 @@ def first_difference(one: Path, other: Path) -> tuple[int, list[Difference]] | N
     return of_push  # a push is checked on a few sampled answers: other ones say little about what follows
 
 
-def compared_steps(one: Path, other: Path) -> str:
+def compared_steps(one: _Folder, other: _Folder) -> str:
     """Say which steps both runs have, and which only one of them has.
 
     Raises:
         ValueError: they have no step in common.
     """
-    numbers = [{*_metrics(run), *(step for step, _ in _rollouts(run))} for run in (one, other)]
+    numbers = [{*run.rows, *(step for step, _ in run.files)} for run in (one, other)]
     both = numbers[0] & numbers[1]
     if not both:
-        there = (f"{run} has {as_ranges(steps) or 'none'}" for run, steps in zip((one, other), numbers, strict=True))
+        there = (
+            f"{run.path} has {as_ranges(steps) or 'none'}" for run, steps in zip((one, other), numbers, strict=True)
+        )
         raise ValueError(f"the runs have no step in common: {', '.join(there)}")
     text = f"steps {as_ranges(both)}"
     for run, steps in zip((one, other), numbers, strict=True):
-        text += f"; only {run} has {as_ranges(steps - both)}" if steps - both else ""
+        text += f"; only {run.path} has {as_ranges(steps - both)}" if steps - both else ""
     return text
 
 
-def _metrics(run: Path) -> dict[int, Row]:
-    return {row["step"]: row for row in read_metrics(run)} if (run / METRICS_FILE).is_file() else {}
+class _Folder:
+    """A run's metrics by step, and its files by step and kind; each is read once."""
 
-
-def _rollouts(run: Path) -> dict[tuple[int, str], RolloutFile]:
-    return {(file.step, file.kind): file for file in list_rollouts(run) if file.kind not in FAILED_KINDS}
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        rows = read_metrics(path) if (path / METRICS_FILE).is_file() else []
+        self.rows: dict[int, Row] = {row["step"]: row for row in rows}
+        files = (file for file in list_rollouts(path) if file.kind not in FAILED_KINDS)
+        self.files = {(file.step, file.kind): file for file in files}
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
@@ -227,7 +236,7 @@ def compare_metrics(one: Row, other: Row, has_samples: bool) -> list[Difference]
     """
     names: defaultdict[Cause, list[str]] = defaultdict(list)
     for name in [*one, *(name for name in other if name not in one)]:
-        if name not in RESERVED_KEYS and not is_timed(name) and not _is_equal(name, one, other):
+        if name not in RESERVED_KEYS and not _is_equal(name, one, other) and not is_timed(name):
             section = name.partition("/")[0]
             cause: Cause = "schedule" if has_samples and section == "rollout" else _SECTIONS.get(section, "training")
             names[cause].append(name)
@@ -243,6 +252,9 @@ def compare_metrics(one: Row, other: Row, has_samples: bool) -> list[Difference]
 
 
 def _is_equal(name: str, one: Row, other: Row) -> bool:
+    value = one.get(name)
+    if value and type(value) is type(other.get(name)) and value == other[name]:
+        return True  # nearly all; 0.0 and -0.0 are not
     is_there = name in one, name in other
     return all(is_there) and _shown(name, one) == _shown(name, other)
 
@@ -282,8 +294,8 @@ def difference_report(one: Path, other: Path) -> tuple[list[str], bool]:
     Raises:
         ValueError: they have no step in common.
     """
-    steps = compared_steps(one, other)
-    found = first_difference(one, other)
+    folders = _Folder(one), _Folder(other)
+    steps, found = compared_steps(*folders), first_difference(*folders)
     if found is None:
         return [f"equal in samples and metrics, times left out: {steps}"], False
     step, (first, *others) = found

@@ -8,6 +8,7 @@ timeline/                  see `spans`
 run.lock                   who is at work here: pid, start time of that process, host
 engines.txt                addresses of the engines that others start for the run; `fusionrl engines` writes it
 engines.json               what has become of each of them, as the run writes it
+exported.txt               the folder that --save-hf wrote, until the run ends
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fusionrl.observe.metrics import next_attempt
 
 LOCK_FILE = "run.lock"
 CONFIG_FILE = "config.json"  # of the first attempt: with it a folder holds a run
+_EXPORT_FILE = "exported.txt"
 SUB_FOLDERS = ("rollouts", "checkpoints", "logs")
 LINKED_FOLDERS = (*SUB_FOLDERS, "weights", "timeline")  # a user may put them on another disk, by a link
 
@@ -154,6 +156,30 @@ def own_config_file(path: Path) -> Path | None:
     file = last_config_file(path)
     facts = None if file is None else file.lstat()
     return file if facts and stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() else None
+
+
+def note_export(path: Path, folder: Path, last_rollout: int) -> None:
+    """Note that the weights after this rollout are in this folder of --save-hf."""
+    write_atomically(path / _EXPORT_FILE, _export_text(folder, last_rollout))
+
+
+def is_exported(path: Path, folder: Path, last_rollout: int) -> bool:
+    """Return whether the run wrote this folder after this rollout, of which it has a checkpoint, and then died."""
+    try:
+        noted = (path / _EXPORT_FILE).read_text(encoding="utf-8", errors="replace")
+        is_noted = noted == _export_text(folder, last_rollout)
+    except OSError:
+        return False
+    return is_noted and (path / "checkpoints" / f"step_{last_rollout + 1:06d}").is_dir()
+
+
+def forget_export(path: Path) -> None:
+    """Remove the note: the run is at its end."""
+    (path / _EXPORT_FILE).unlink(missing_ok=True)
+
+
+def _export_text(folder: Path, last_rollout: int) -> str:
+    return f"{last_rollout} {folder.stat().st_ino} {folder.resolve()}\n"  # another folder may have the name by now
 
 
 def _refuse_file(path: Path) -> None:

@@ -52,6 +52,7 @@ FOLDER, OFF_VARIABLE = "timeline", "FUSIONRL_TIMELINE"
 _FLUSH_LINES, _FLUSH_S = 200, 2.0
 _ROUND_TRIPS = 5
 _MOST_LASTED = 50  # phases of one name that are remembered
+_FAILED_IN = "fusionrl_failed_in"  # attribute of an error
 
 Fact = str | int | float
 _Part = tuple[str, int, int, Mapping[str, Fact]]
@@ -70,6 +71,14 @@ class OpenSpan:
     start_ns: int
     facts: Mapping[str, Fact]
     is_phase: bool
+
+
+class Place(NamedTuple):
+    """The innermost phase that an error left, the step that it belonged to, and when (seconds since 1970)."""
+
+    phase: str
+    step: int | None
+    time_s: float
 
 
 class MainPhases(NamedTuple):
@@ -217,11 +226,31 @@ def span(name: str, *, lane: str | None = None, is_phase: bool = False, **facts:
     begun = active.begin(name, facts, is_phase, lane)
     try:
         yield
+    except BaseException as error:
+        if is_phase:
+            note_failure(error, name, facts)
+        raise
     finally:
         active.end(begun)
 
 
 phase = partial(span, is_phase=True)
+
+
+def note_failure(error: BaseException, name: str, facts: Mapping[str, Fact]) -> None:
+    """Note on an error that it leaves a phase: the first one counts, and the first step."""
+    place, step = failed_in(error), facts.get("step")
+    step = int(step) if isinstance(step, int) else None
+    if place is None:
+        vars(error)[_FAILED_IN] = Place(name, step, time.time())
+    elif place.step is None:
+        vars(error)[_FAILED_IN] = place._replace(step=step)
+
+
+def failed_in(error: BaseException) -> Place | None:
+    """Return where an error was raised; None where it has left no phase, or this process does not record."""
+    place = vars(error).get(_FAILED_IN)
+    return place if isinstance(place, Place) else None
 
 
 def note(name: str, start_ns: int, end_ns: int, lane: str = "", **facts: Fact) -> None:

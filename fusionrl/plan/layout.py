@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from fusionrl.base.wording import dividing
@@ -118,6 +118,27 @@ class TrainerLayout:
 
     def ranks_of_dp(self, dp: int) -> list[int]:
         return [rank for rank in range(self.world_size) if self.coordinates(rank).dp == dp]
+
+    def holders(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return what names the parameters of a rank: (tp, pp) of dense layers, (etp, ep, pp) of experts."""
+        place = self.coordinates(rank)
+        return (place.tp, place.pp), (rank % self.etp, rank // self.etp % self.ep, place.pp)
+
+    def with_parameters_of(self, holders: tuple[tuple[int, ...], tuple[int, ...]]) -> list[int]:
+        """List the ranks that share dense layers, or experts, with ranks of these `holders`."""
+        ranks = range(self.world_size)
+        return [rank for rank in ranks if any(map(tuple.__eq__, self.holders(rank), holders))]
+
+    def smaller(self, num_ranks: int) -> TrainerLayout | None:
+        """Return the layout of the largest data-parallel size that `num_ranks` ranks allow and that divides this one.
+
+        So each of its ranks trains as many of the shards that were cut for this layout; None: there is none.
+        """
+        for dp in range(self.dp - 1, 0, -1):
+            count = self.world_size // self.dp * dp
+            if self.dp % dp == 0 and count <= num_ranks and count % (self.etp * self.ep * self.pp) == 0:
+                return replace(self, world_size=count)
+        return None
 
 
 def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, object]) -> list[str]:

@@ -220,6 +220,7 @@ class RewardPool:
     # -------------------------------------------------------------------------------- the pool's thread
     def _serve(self) -> None:
         self._event_loop.run_forever()
+        self._next_work.cancel()  # it would look at processes that have ended
         for process in (*self._plain, *self._loops):
             process.end()
             self._waiting.extend(process.jobs.values())

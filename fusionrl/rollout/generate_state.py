@@ -98,6 +98,7 @@ def new_client(args: Namespace) -> GenerateClient:
         worker_urls=args.engine_urls if getattr(args, "routed_experts_size", None) else (),
         engine_urls=() if has_pairs(getattr(args, "engine_group", ())) else args.engine_urls,
         adds_seeds=not getattr(args, "rollout_external_engine_addrs", None),
+        least_version=lambda: getattr(args, "pushed_version", None),
     )
 
 

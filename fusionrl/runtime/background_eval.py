@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, read_metrics
-from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, PendingRound
+from fusionrl.runtime.buffer_calls import PendingCall
+from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost
 from fusionrl.runtime.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class BackgroundEval:
         """`push_again(step)` pushes the weights after a step again and returns their version; None if the trainers no
         longer have them."""
         self._buffer, self._reporter, self._push_again = buffer, reporter, push_again
-        self._started: PendingRound | None = None
+        self._started: PendingCall | None = None
         self.step: int | None = None
         """Step of the running evaluation; None if there is none."""
 

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,20 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from fusionrl.base.files import check_facts, facts_of, plain_name
+from fusionrl.base.files import check_facts, facts_of, flush, plain_name, rename_flushed
 from fusionrl.base.imports import quiet
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import changes_weights, has_own_source, saves
 from fusionrl.data.sample_json import SourceState
 from fusionrl.models.shape import ModelShape, shape_difference
 from fusionrl.models.trainable import Adapted, adapted_difference, saved_in
-from fusionrl.observe.metrics import read_metrics
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapted_of, adapter_folders, has_several_adapters
-from fusionrl.weights.remote_calls import gather, get
+from fusionrl.weights.remote_calls import gather
 
 if TYPE_CHECKING:
+    from fusionrl.runtime.buffer_calls import PendingCall
     from fusionrl.runtime.run_actors import Actors
 
 logger = logging.getLogger(__name__)
@@ -204,9 +203,11 @@ class Checkpoints:
         numbers = {"format": _FORMAT, "step": rollout_id + 1, "rollout_id": rollout_id, "time": time.time()}
         manifest = {**numbers, **facts, **contents}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        folders = [path for path in temporary.iterdir() if path.is_dir()]  # trainers have flushed what they wrote
+        flush((*(path / name for path in (temporary, *folders) for name in _hashed_here(path)), *folders, temporary))
         if final.exists():  # the same step, saved again by a later attempt
             shutil.rmtree(final)
-        temporary.rename(final)
+        rename_flushed(temporary, final)  # before `prune` deletes an older one
         return Checkpoint(final, rollout_id, manifest)
 
     @contextmanager
@@ -230,6 +231,7 @@ class StateHashes(TypedDict):
 class _Pending:
     rollout_id: int
     folder: Path
+    metrics: dict[str, float]
     facts: dict[str, object]
 
 
@@ -247,15 +249,19 @@ class Saver:
     ) -> None:
         """`last_saved`: rollout of the checkpoint that the run resumes from; -1: none."""
         self._config, self._plan, self._actors = config, plan, actors
-        self._checkpoints, self._newest, self._say = checkpoints, last_saved, say  # one that failed is not tried again
+        self._checkpoints, self._first, self._say = checkpoints, last_saved, say
+        self._newest = last_saved  # or the next one that failed, which is not tried again
         self._pending: _Pending | None = None
+        self._owed: _Pending | None = None  # was lost before it was published
+        self.published: Checkpoint | None = None
+        """The newest that this attempt has published."""
 
     def save_if_due(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Every --save-interval steps, and after the last one. What --async-save began is published when written."""
         interval = self._config.checkpoint.save_interval
         is_last = rollout_id + 1 == self._plan.num_rollout
         self.finish(wait=False)
-        if is_last or (interval is not None and (rollout_id + 1) % interval == 0):
+        if is_last or self._owed is not None or (interval is not None and (rollout_id + 1) % interval == 0):
             self.save(rollout_id, metrics)
 
     def save(self, rollout_id: int, metrics: dict[str, float]) -> None:
@@ -272,17 +278,39 @@ class Saver:
         facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
         with phase("save", step=rollout_id + 1):
             if options.verify_checkpoints:
-                of_buffer = get(self._actors.buffer.actor.state_hash.remote(rollout_id))
-                facts["hashes"] = StateHashes(buffer=of_buffer, trainers=gather(trainers.call("state_hashes")))
+                hashes = gather(trainers.call("state_hashes"))
             start = time.perf_counter()
             folder = self._checkpoints.begin(rollout_id)
             with self._checkpoints.discarding(folder):
                 # When this returns, training may continue; the files are complete after `finish_save`.
-                buffer = self._actors.buffer.actor.save.remote(str(folder / _BUFFER), rollout_id)
-                gather([buffer, *trainers.call("begin_save", folder, rollout_id)])
-        self._pending = _Pending(rollout_id, folder, facts | {"seconds_stopped": time.perf_counter() - start})
+                saving = self._actors.buffer.ask("save", str(folder / _BUFFER), rollout_id)
+                gather(trainers.call("begin_save", folder, rollout_id))
+                of_buffer = self._finish_buffer(saving, folder, rollout_id)
+        if options.verify_checkpoints:
+            facts["hashes"] = StateHashes(buffer=of_buffer, trainers=hashes)
+        self._owed = None
+        self._pending = _Pending(rollout_id, folder, metrics, facts | {"seconds_stopped": time.perf_counter() - start})
         if not options.async_save:
             self.finish()
+
+    def _finish_buffer(self, saving: PendingCall, folder: Path, rollout_id: int) -> str:
+        """Wait for the Buffer's file; return its state's hash with --verify-checkpoints. Both of one Buffer: one that
+        replaces another has not the answers that a stream was waiting for."""
+        buffer = self._actors.buffer
+        while True:
+            buffer.wait(saving)
+            number = buffer.num_replaced
+            of_state = str(buffer.call("state_hash", rollout_id)) if self._config.checkpoint.verify_checkpoints else ""
+            if buffer.num_replaced == number:
+                return of_state
+            saving = buffer.ask("save", str(folder / _BUFFER), rollout_id)
+
+    def reset(self) -> None:
+        """After the trainers were ended: what they were writing is lost, and is saved at the next opportunity."""
+        if self._pending is not None:
+            shutil.rmtree(self._pending.folder, ignore_errors=True)
+            self._owed = self._pending
+        self._pending, self._newest = None, self._first if self.published is None else self.published.rollout_id
 
     def is_behind(self, rollout_id: int) -> bool:
         """Return whether `rollout_id` is to be saved, or the checkpoint that is being written to be published."""
@@ -291,15 +319,22 @@ class Saver:
     def _is_new(self, rollout_id: int) -> bool:
         return not self._config.checkpoint.no_save and rollout_id >= 0 and rollout_id != self._newest
 
+    def finish_last(self) -> None:
+        """Publish the last checkpoint; after a `reset` save it again: the trainers are back at the last step."""
+        if self._owed is not None:
+            self.save(self._owed.rollout_id, self._owed.metrics)
+        self.finish()
+
     def finish(self, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if any; without `wait` only if its files are there."""
         if self._pending is None or not (wait or all(gather(self._actors.trainers.call("is_saved")))):
             return
         pending, options = self._pending, self._config.checkpoint
-        self._pending = None
+        self._pending, self._owed = None, self._pending
         with phase("publish checkpoint", step=pending.rollout_id + 1), self._checkpoints.discarding(pending.folder):
             gather(self._actors.trainers.call("finish_save"))
-            self._checkpoints.publish(pending.rollout_id, pending.folder, pending.facts)
+            self.published = self._checkpoints.publish(pending.rollout_id, pending.folder, pending.facts)
+        self._owed = None
         if options.keep_checkpoints is not None:
             with phase("publish checkpoint", step=pending.rollout_id + 1):
                 self._checkpoints.prune(options.keep_checkpoints, options.keep_best)
@@ -308,12 +343,13 @@ class Saver:
 def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> None:
     """Restore the data cursor and the trainers. Raises ValueError if it does not fit this run; with
     --verify-checkpoints also if what was loaded is not what was saved."""
-    path, buffer = checkpoint.path, actors.buffer.actor
-    _, *restored = gather([buffer.load.remote(str(path / _BUFFER)), *actors.trainers.call("load", path)])
+    path, buffer = checkpoint.path, actors.buffer
+    loading = buffer.load(str(path / _BUFFER), checkpoint.rollout_id)
+    _, *restored = gather([loading, *actors.trainers.call("load", path)])
     if config.checkpoint.verify_checkpoints:
         same_layout = all(facts["rng_restored"] for facts in restored)
         loaded = StateHashes(
-            buffer=get(buffer.state_hash.remote(None)), trainers=[facts["hashes"] for facts in restored]
+            buffer=str(buffer.call("state_hash", None)), trainers=[facts["hashes"] for facts in restored]
         )
         compare_hashes(checkpoint, loaded, same_layout=same_layout)
 
@@ -431,49 +467,3 @@ def saves_at_the_end_only(config: Config) -> bool:
     """Return whether a run that is killed before its end loses all of its steps."""
     options = config.checkpoint
     return saves(config) and changes_weights(config) and not options.no_save and not options.save_interval
-
-
-def end_message(config: Config, path: Path, attempt: int, *, has_failed: bool = False) -> str:
-    """Say after which step the run in `path` ended, what is lost, and how to resume it; "" if nothing is saved.
-
-    Everything is read from the run's folder, so it holds however the run ended. For a run that `has_failed` before
-    the end of its first step: "".
-    """
-    if not saves(config):
-        return ""
-    saved, name = _saved(path)
-    finished = _finished(path, attempt, saved)
-    if has_failed and not finished:
-        return ""
-    where = f" after step {finished}" if finished else " before the end of the first step"
-    if config.checkpoint.no_save:
-        return f"{where}; nothing is saved (--no-save)"
-    command = f"fusionrl train --run-dir {shlex.quote(str(path))} --resume"
-    on_from = name or "the start"
-    if finished > saved:
-        are_lost = f"steps {saved + 1}-{finished} are lost" if finished > saved + 1 else f"step {finished} is lost"
-        more = "" if config.checkpoint.save_interval else " (--save-interval N saves every N steps)"
-        text = f"; {are_lost}: --resume continues from {on_from}{more}"
-    elif saved:
-        text = f"; {name} has all of it: --resume continues from there"
-    else:
-        text = f"; nothing is {'trained' if changes_weights(config) else 'saved'} yet: --resume begins at step 1"
-    return f"{where}{text}\nto continue: {command}"
-
-
-def _saved(path: Path) -> tuple[int, str]:
-    """The number of steps in the newest finished checkpoint, and its name; 0 and "" without one."""
-    try:
-        latest = Checkpoints(path / "checkpoints").latest()
-    except (ValueError, OSError):  # damaged: a resume says so
-        latest = None
-    return (0, "") if latest is None else (latest.rollout_id + 1, latest.path.name)
-
-
-def _finished(path: Path, attempt: int, saved: int) -> int:
-    """Return the number of finished steps, with those of the checkpoint that this attempt resumed."""
-    try:
-        rows = read_metrics(path)
-    except (ValueError, OSError):
-        rows = []
-    return max((row["step"] for row in rows if row["attempt"] == attempt), default=saved)

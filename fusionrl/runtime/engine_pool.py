@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import ray
 from ray.actor import ActorHandle
 
+from fusionrl.base.wording import headline
 from fusionrl.buffer.collect import EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.engines.router import Router
@@ -95,7 +96,7 @@ class RoutedEngines:
             self.router.add_worker(url, self._launcher.api_key)
 
     def check_router(self) -> None:
-        """Raise with the end of its log when the router is dead."""
+        """Start the router again where it is dead or hangs; raise with the end of its log where it may not."""
         if self.router is not None:
             self.router.check_alive()
 
@@ -170,7 +171,8 @@ class RoutedEngines:
                             f"{self._name(index)} died, and could not be started again ({count} tries):"
                             f" {root_cause(error)}"
                         ) from error
-                    logger.warning("%s: start %d failed: %s", self._name(index), count, root_cause(error))
+                    text = headline(str(root_cause(error)))
+                    logger.warning("%s: start %d failed: %s", self._name(index), count, text)
                     self._replace(index)
             del self._failed_starts[index]
         new = list(self._starting)
@@ -353,7 +355,8 @@ class EnginePool(RoutedEngines):
             group.forget_probes()
 
     def check(self, is_generating: bool) -> None:
-        """Raise with the end of its log when a server or the router is dead; with --use-fault-tolerance replace it.
+        """Raise with the end of its log when a server is dead; with --use-fault-tolerance replace it. A router that is
+        dead is started again (--max-restarts).
 
         Colocated on GPUs a new engine has no room while the trainers work: there a death ends the run even so.
         """
@@ -370,9 +373,10 @@ class EnginePool(RoutedEngines):
         """After a failure: return the error of a dead server or router. Replaces none."""
         if not self.urls:  # the start failed
             return None
+        for router in filter(None, (self.router, self.evaluation.router)):
+            if (fault := router.find_fault()) is not None:
+                return fault
         try:
-            self.check_router()
-            self.evaluation.check_router()
             checks = [engine.check_alive.remote() for engine in self._lasting()]
             get(wait(checks, num_returns=len(checks), timeout=_END_TIMEOUT_S)[0] if checks else [])
         except RuntimeError as error:

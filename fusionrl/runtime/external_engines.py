@@ -230,11 +230,6 @@ class ExternalEngines:
         return [engine.target() for engine in self._engines if engine.facts is not None]
 
     @property
-    def has_new(self) -> bool:
-        """Return whether the next push is the first for one of them."""
-        return any(engine.state == "ready" for engine in self._engines)
-
-    @property
     def pushed_urls(self) -> list[str]:
         return [engine.url for engine in self._engines if engine.facts is not None]
 

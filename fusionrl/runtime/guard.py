@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 TOKEN_VARIABLE = "FUSIONRL_RUN_TOKEN"
@@ -20,6 +21,7 @@ _GRACE_S = 4.0
 _POLL_S = 0.2
 _WATCH_S = 0.5
 _LOOKS = 20  # ten seconds
+_AS_USUAL = b"."  # the driver's last word
 
 
 class Guard:
@@ -40,7 +42,9 @@ class Guard:
         """Let the guard sweep, and wait for it. Idempotent."""
         os.environ.pop(TOKEN_VARIABLE, None)
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(OSError):  # of a guard that was killed
+            self._process.stdin.write(_AS_USUAL)
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=_GRACE_S + 10.0)
         except subprocess.TimeoutExpired:
@@ -123,11 +127,23 @@ def sweep(watch: ProcessWatch, grace_s: float = _GRACE_S) -> None:
         time.sleep(_POLL_S)
 
 
+def _obituary() -> str:
+    text = "the driver ended without a message of its own: it was killed, or has crashed"
+    with suppress(OSError):
+        stats = os.statvfs("/dev/shm")
+        if 16 * stats.f_bavail < stats.f_blocks:
+            text += "; /dev/shm, in which Ray keeps objects, is nearly full (`ls -l /dev/shm`)"
+    return f"failed: {text}; --resume continues from the last checkpoint"
+
+
 def main(token: str, folder: str | None = None) -> None:
     """Watch until the driver closes its end of the pipe, or is gone; then sweep, and remove the folder."""
     watch = ProcessWatch(token)
     while not select.select([sys.stdin], [], [], _WATCH_S)[0]:
         watch.look()
+    if sys.stdin.buffer.read(1) != _AS_USUAL:
+        with suppress(OSError):
+            print(_obituary(), file=sys.stderr, flush=True)
     sweep(watch)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,9 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -43,12 +45,25 @@ from fusionrl.plan.trainer_plan import Role, auxiliary_config
 from fusionrl.runtime.actor_process import EngineWorker, ProcessSettings
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_specs import EngineRole, engine_specs
-from fusionrl.runtime.ray_cluster import LEAVE_DEVICES, Bundle, actor_on, is_alone, place_devices, start_ray
+from fusionrl.runtime.ray_cluster import (
+    LEAVE_DEVICES,
+    Bundle,
+    actor_on,
+    devices_gone,
+    has_raylet,
+    is_alone,
+    place_devices,
+    places_now,
+    start_ray,
+)
+from fusionrl.runtime.restarts import Restarts
 from fusionrl.runtime.supervisor import ActorRegistry
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS, BufferWorker
 from fusionrl.weights.remote_calls import LocalActor, end, get, put
 
 logger = logging.getLogger(__name__)
+
+_REPLACED_S = 5.0  # for Ray to have given other devices in place of those of a node that died
 
 
 class Launcher:
@@ -61,6 +76,7 @@ class Launcher:
         self._config, self._plan, self._early_start = config, plan, early_start or EarlyStart()
         self.run_dir, self._attempt = run_dir.resolve(), attempt
         self.registry = ActorRegistry()
+        self.restarts = Restarts(config.run.max_restarts, has_raylet)
         self.bundles: list[Bundle] = []
         # Of the engines. No dash: a key that begins with one reads as a flag. Engines of others have one already.
         self.api_key = os.environ.get(ENGINE_KEY) or secrets.token_hex(24)
@@ -111,10 +127,26 @@ class Launcher:
                 " could use the engines; leave the flag out"
             )
         if plan.num_bundles:
-            self._group, self.bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
+            had_them = cluster.ray_address is not None and self._config.run.resume
+            self._group, self.bundles = place_devices(
+                plan.device, plan.num_bundles, cluster.placement_timeout_s, may_come_back=had_them
+            )
             num_trainers = plan.layout.world_size if plan.layout else 0
             largest = max((len(bundles) for bundles in plan.all_engine_bundles), default=0)
             refuse_slices([bundle.gpu for bundle in self.bundles], num_trainers, largest, plan.transport)
+
+    def find_places(self, known: Collection[int]) -> set[int]:
+        """Find out where the devices are now, after a node may have died; return the numbers of those that are gone.
+
+        Ray has a moment to give others in place of those that were not `known` to be gone."""
+        assert self._group is not None, "the run has devices"
+        deadline = time.monotonic() + _REPLACED_S
+        while True:
+            self.bundles = places_now(self._plan.device, self._group, self.bundles)
+            gone = devices_gone(self.bundles)
+            if gone <= set(known) or time.monotonic() > deadline:
+                return gone
+            time.sleep(0.5)
 
     def make_engine(self, role: EngineRole, index: int) -> ActorHandle:
         """The actor of an engine, not yet started; one that takes a dead engine's place has the same name.
@@ -165,15 +197,20 @@ class Launcher:
         actor_class = actor_on(cls, None, None, env=self._own_env(), max_concurrency=8)
         return actor_class.remote(*arguments, self.api_key, str(log), ProcessSettings(self._umask, host=host))
 
-    def make_trainers(self) -> tuple[list[ActorHandle], list[ActorHandle]]:
-        """The policy's trainers, and those of a critic or prm, not yet set up; none without a layout."""
-        if self._plan.layout is None:
+    def make_trainers(self, plan: Plan) -> tuple[list[ActorHandle], list[ActorHandle]]:
+        """The policy's trainers, and those of a critic or prm, not yet set up; none without a layout.
+
+        `plan`: the run's, or that of the devices that are left.
+        """
+        if plan.layout is None:
             return [], []
-        config, auxiliary = self._config, self._plan.auxiliary
-        trainers = self._make_group(config, self._plan.trainer_bundles)
+        config, auxiliary = self._config, plan.auxiliary
+        trainers = self._make_group(config, plan, plan.trainer_bundles)
         if auxiliary is None:
             return trainers, []
-        return trainers, self._make_group(auxiliary_config(config, auxiliary.role), auxiliary.bundles, auxiliary.role)
+        return trainers, self._make_group(
+            auxiliary_config(config, auxiliary.role), plan, auxiliary.bundles, auxiliary.role
+        )
 
     @staticmethod
     def setup_trainers(groups: Sequence[Sequence[ActorHandle]]) -> list[ray.ObjectRef]:
@@ -187,7 +224,9 @@ class Launcher:
             refs += [trainer.setup.remote(address, port) for trainer in group]
         return refs
 
-    def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
+    def _make_group(
+        self, config: Config, plan: Plan, bundles: Sequence[int], role: Role | None = None
+    ) -> list[ActorHandle]:
         actors, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
         variable, mode = MKL_MODE
         threads[variable] = os.environ.get(variable, mode)
@@ -199,7 +238,7 @@ class Launcher:
             actor_class = actor_on(TRAINER_WORKERS[role], bundle, self._group, env=env, nsys=nsys, max_concurrency=1)
             actor = actor_class.remote(
                 config,
-                self._plan,
+                plan,
                 rank,
                 str(self.run_dir),
                 bundle.gpu.ordinal,
@@ -237,7 +276,8 @@ class Launcher:
         elif self._plan.has_pairs:
             router_args["pd_disaggregation"] = True
         key = self.api_key if self._asks_for_key else None
-        return Router(host, logs, api_key=key, router_args=router_args, name=name)
+        on_death = partial(self.restarts.begin, "router")
+        return Router(host, logs, api_key=key, router_args=router_args, name=name, on_death=on_death)
 
     # ------------------------------------------------------------------------------------ where and how
     def _host(self, bundle: Bundle) -> str:
@@ -361,10 +401,12 @@ class LocalLauncher(Launcher):
         _, (spec,) = self._engine_specs(role, index)
         return self._add(spec.name, LocalActor(lambda: EngineActor(spec), spec.name, _ENGINE_THREADS))
 
-    def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
+    def _make_group(
+        self, config: Config, plan: Plan, bundles: Sequence[int], role: Role | None = None
+    ) -> list[ActorHandle]:
         (number,) = bundles  # the checks refuse more than one rank
         bundle, worker = self.bundles[number], TRAINER_WORKERS[role]
-        arguments = (config, self._plan, 0, str(self.run_dir), bundle.gpu.ordinal, LOOPBACK, None)
+        arguments = (config, plan, 0, str(self.run_dir), bundle.gpu.ordinal, LOOPBACK, None)
         return [self._add("trainer rank 0", LocalActor(lambda: worker(*arguments), "trainer"))]
 
     def make_buffer(self) -> ActorHandle:

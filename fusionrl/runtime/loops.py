@@ -14,12 +14,11 @@ from fusionrl.buffer.evaluation import eval_table
 from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import uses_engines
-from fusionrl.observe.spans import phase
+from fusionrl.observe.spans import note_failure, phase
 from fusionrl.pipeline.knobs import IN_TURN
 from fusionrl.plan.costs import Work
-from fusionrl.runtime.buffer_handle import PendingRound
+from fusionrl.runtime.buffer_calls import PendingCall
 from fusionrl.runtime.supervisor import Terminated
-from fusionrl.weights.remote_calls import get
 
 if TYPE_CHECKING:
     from fusionrl.runtime.run import Run
@@ -49,9 +48,14 @@ def on_policy(run: Run) -> None:
 def streamed(run: Run) -> None:
     """Generate while trainers train; the Buffer's controller decides what is trained and when to push."""
     _push_first(run)
-    run.actors.weights.prepare_round()
-    buffer, wait = run.actors.buffer.actor, run.actors.supervisor.wait
-    get(buffer.begin_stream.remote(run.first_rollout))
+    buffer, weights = run.actors.buffer, run.actors.weights
+
+    def bring_weights(version: int) -> None:
+        if weights.version != version:
+            run.push(version)
+        run.prepare_round()
+
+    buffer.begin_stream(bring_weights)
     for step in steps(run):
         with step:
             run.reporter.status("generating")
@@ -66,12 +70,12 @@ def streamed(run: Run) -> None:
                 step.values |= run.evaluate(step.number)
     if run.background_eval is not None:
         run.background_eval.finish()  # first: the end of the stream tells every function that is at work to stop
-    wait(buffer.end_stream.remote())
+    buffer.end_stream()
 
 
 def _push_first(run: Run) -> None:
     """Push the initial weights to the engines, and evaluate them if the flags say so."""
-    values = run.actors.weights.push(run.first_rollout)
+    values = run.push(run.first_rollout)
     if run.is_eval_first:
         values |= run.evaluate(0)
     elif run.is_eval_owed():
@@ -93,14 +97,15 @@ def sft(run: Run) -> None:
 
 def reject_sampling(run: Run) -> None:
     """Generate and keep what the reward accepts, in the form that `sft` reads; weights are pushed once."""
-    values = run.actors.weights.push(0) if run.actors.trainers else {}
+    values = run.push(0) if run.actors.trainers else {}
     num_accepted = num_considered = 0
     for step in steps(run):
         with step:
             step.values |= values
             values = {}
             step.generate()
-            run.last_trained = step.rollout_id  # nothing is trained: the answers are in the file
+            # Nothing is trained: the answers are in the file.
+            run.last_trained = run.actors.buffer.last_done = step.rollout_id
             step.measure("rollout/num_tokens")
         num_accepted += int(step.values["rollout/accepted"])
         num_considered += int(step.values["rollout/considered"])
@@ -190,6 +195,8 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         # A stop or an error may come before `measure`.
         self.values.setdefault("perf/step_time_s", time.perf_counter() - self._start)
+        if error is not None:  # the phase ends below, as if all was well
+            note_failure(error, "step", {"step": self.number})
         with self._spans:
             if self._is_trained:
                 self._run.unrecorded = self.number, self.values
@@ -201,21 +208,27 @@ class Step:
             with phase("record", step=self.number):
                 if actors.clocks is not None:
                     actors.clocks.measure()
-                self.values |= actors.hardware.measure(self.values, self._work)
+                self.values |= actors.hardware.measure(self.values, self._work) | actors.restarts.metrics()
                 reporter.record(self.number, self.values)
             self._run.unrecorded = None
+            if self._is_trained and not self._run.plan.trainers_give_memory:
+                actors.recovery.take_snapshot_if_due(self.rollout_id)
             if self._saves:
-                self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
+                actors.recovery.retry(self._save, of_engines=self._run.plan.takes_turns)
+            self._run.retention.after_step(self.number)
             if error is None:
                 if self._run.background_eval is not None:
                     self._run.background_eval.collect()
                 self._run.stop.check()
 
+    def _save(self) -> None:
+        self._run.saver.save_if_due(self.rollout_id, self._run.reporter.recorded(self.number))
+
     def generate(self) -> Rollout:
         """Start the rollout and wait for it."""
         actors = self._run.actors
         with phase("generate", step=self.number):
-            actors.weights.prepare_round()
+            self._run.prepare_round()
             return self._wait(actors.buffer.start_rollout(self.rollout_id, actors.weights.version))
 
     def fetch(self) -> Rollout:
@@ -223,7 +236,7 @@ class Step:
         with phase("fetch", step=self.number):
             return self._wait(self._run.actors.buffer.next_rollout(self.rollout_id))
 
-    def _wait(self, started: PendingRound) -> Rollout:
+    def _wait(self, started: PendingCall) -> Rollout:
         """Wait for a rollout; show --log-samples of it, and warn where there is nothing to learn from it."""
         rollout = self._run.actors.buffer.wait_rollout(started)
         self._run.reporter.show_rollout(rollout)
@@ -239,16 +252,23 @@ class Step:
         self._work = rollout.work
         with phase("train", step=self.number):
             start = time.perf_counter()
-            self.values |= actors.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
+            self.values |= actors.recovery.train(rollout)
             self.values["perf/time_train_s"] = time.perf_counter() - start
-        run.last_trained, self._is_trained = rollout.rollout_id, True
+        run.last_trained = actors.buffer.last_done = rollout.rollout_id
+        self._is_trained = True
         if run.config.run.mode == "rl":
             with phase("columns", step=self.number):  # on a slow disk it waits for the rows of the step before
-                actors.buffer.add_trained(rollout.rollout_id, actors.trainers.sample_columns(rollout.rollout_id))
+                actors.recovery.retry(lambda: self._add_columns(rollout.rollout_id))
+        if run.plan.trainers_give_memory:  # else after the push, which does not wait for it then
+            actors.recovery.take_snapshot_if_due(rollout.rollout_id)
         with phase("measure", step=self.number):
             actors.hardware.begin()
         run.stop.check()
         actors.check_engines(False)
+
+    def _add_columns(self, rollout_id: int) -> None:
+        actors = self._run.actors
+        actors.buffer.add_trained(rollout_id, actors.trainers.sample_columns(rollout_id))
 
     def push(self) -> None:
         """Bring the new weights to the engines; to those that only evaluate where an evaluation is due."""
@@ -257,23 +277,23 @@ class Step:
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
-        actors, buffer = self._run.actors, self._run.actors.buffer.actor
+        actors = self._run.actors
         self._finish_evaluation()  # generation continues meanwhile
         start = time.perf_counter()
         with phase("drain"):
-            is_due = actors.supervisor.wait(buffer.rollout_trained.remote())
+            is_due = actors.buffer.rollout_trained()
         if is_due:
             self.values["perf/time_drain_s"] = time.perf_counter() - start
             self._push()
             with phase("resume stream"):
-                actors.weights.prepare_round()
-                get(buffer.weights_pushed.remote(self.number))
+                self._run.prepare_round()
+                actors.buffer.weights_pushed(self.number)
         elif self.number == self._run.plan.num_rollout:
             self._push()  # nothing is in flight any more; an evaluation comes
 
     def _push(self) -> None:
         evaluates = self._run.background_eval is not None and self._run.is_eval_due(self.number)
-        self.values |= self._run.actors.weights.push(self.number, to_evaluation=evaluates)
+        self.values |= self._run.push(self.number, to_evaluation=evaluates)
 
     def _finish_evaluation(self) -> None:
         """Before a push that an evaluation follows: wait for the one before, which uses the same engines."""

@@ -17,6 +17,7 @@ from fusionrl.config.config import GROUPS, Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import policy_loss_name
+from fusionrl.observe.formats import write_atomically
 from fusionrl.plan.plan import Plan
 
 Row = Mapping[str, object]
@@ -40,7 +41,7 @@ def write_model_card(folder: Path, config: Config, plan: Plan, rows: Sequence[Ro
     title = folder.resolve().name if config.run.name == Config().run.name else config.run.name
     has_curves, has_base = (folder / CURVES).exists(), (folder / BASE_CARD).exists()
     text = model_card(title, config, plan, rows, has_curves=has_curves, has_base=has_base)
-    card.write_text(text, encoding="utf-8")
+    write_atomically(card, text)
 
 
 def model_card(title: str, config: Config, plan: Plan, rows: Sequence[Row], *, has_curves: bool, has_base: bool) -> str:

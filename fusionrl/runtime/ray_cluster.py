@@ -8,14 +8,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
+import psutil
 import ray
 from ray import _raylet as raylet
 from ray._private import ray_constants, services, workers
@@ -29,6 +31,7 @@ from fusionrl.base.sockets import LOOPBACK
 from fusionrl.plan.devices import VARIABLE, Gpu, countable, locate
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # A CPU has no device that Ray counts: nodes carry this logical one instead, so that placement is the same code.
@@ -93,6 +96,8 @@ def start_ray(
     ray_constants.ENABLE_RAY_CLUSTER = False
     # It would also start an unused worker for each core: actors have their own environments, and so processes.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    if not dashboard:  # nothing else shows the record of all calls, which grows by 50 MiB in 1,000 steps
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     resources: dict[str, object] = {}
     if device == "cpu":
         resources["resources"] = {CPU_DEVICE_RESOURCE: num_devices}
@@ -189,43 +194,86 @@ def _object_store_bytes() -> int:
     return max(128 * 2**20, min(memory // 3, 8 * 2**30, int(shared * 0.6)))
 
 
+def has_raylet() -> bool:
+    """Return whether Ray can start actors on this machine: an actor for a node whose raylet has died waits for ever."""
+    if not ray.is_initialized():  # a run in one process
+        return True
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())
+
+
 def is_alone() -> bool:
     """Return whether the cluster is one node: then servers bind to loopback."""
     return sum(node["Alive"] for node in ray.nodes()) == 1
 
 
-def place_devices(device: str, num_devices: int, timeout_s: float) -> tuple[PlacementGroup, list[Bundle]]:
+def place_devices(
+    device: str, num_devices: int, timeout_s: float, *, may_come_back: bool = False
+) -> tuple[PlacementGroup, list[Bundle]]:
     """Reserve `num_devices` devices and say where each is, sorted by node and device. Raises ValueError if the cluster
-    has not that many devices, or they were not free within `timeout_s` seconds."""
+    has not that many devices, or they were not free within `timeout_s` seconds. With `may_come_back` the cluster had
+    them: a node that is lost has as long to come back, and the error is a RuntimeError."""
     resource = "GPU" if device == "cuda" else CPU_DEVICE_RESOURCE
-    total = int(ray.cluster_resources().get(resource, 0))
-    if total < num_devices:
+    deadline, is_told = time.monotonic() + timeout_s, False
+    kind = RuntimeError if may_come_back else ValueError
+    while (total := int(ray.cluster_resources().get(resource, 0))) < num_devices:
+        if may_come_back and (left_s := deadline - time.monotonic()) > 0:
+            if not is_told:
+                logger.warning("the cluster has %d of %d devices; waiting up to %.0f s", total, num_devices, left_s)
+            is_told = True
+            time.sleep(1.0)
+            continue
         hint = f"; start its nodes with --resources='{{\"{CPU_DEVICE_RESOURCE}\": N}}'" if device == "cpu" else ""
-        raise ValueError(f"the plan needs {num_devices} devices ({resource}), the Ray cluster has {total}{hint}")
+        raise kind(f"the plan needs {num_devices} devices ({resource}), the Ray cluster has {total}{hint}")
     group = placement_group([{resource: 1}] * num_devices, strategy="PACK")
-    if not group.wait(timeout_s):
+    if not group.wait(max(1.0, deadline - time.monotonic())):
         remove_placement_group(group)
         free = int(ray.available_resources().get(resource, 0))
-        raise ValueError(
+        raise kind(
             f"{num_devices} devices ({resource}) were not free within {timeout_s:.0f} s (--placement-timeout-s);"
             f" {free} of {total} are free"
         )
     nodes = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    gpus = _probe_gpus(group, num_devices) if device == "cuda" else [Gpu(i, i) for i in range(num_devices)]
+    gpus = _probe_gpus(group, range(num_devices)) if device == "cuda" else [Gpu(i, i) for i in range(num_devices)]
     order = sorted(range(num_devices), key=lambda i: (addresses[nodes[i]], nodes[i], gpus[i].position))
     return group, [Bundle(position, i, nodes[i], addresses[nodes[i]], gpus[i]) for position, i in enumerate(order)]
 
 
-def _probe_gpus(group: PlacementGroup, num_devices: int) -> list[Gpu]:
+def places_now(device: str, group: PlacementGroup, bundles: Sequence[Bundle]) -> list[Bundle]:
+    """Return the bundles where they are now: in place of a node that is gone, Ray reserves devices of another that has
+    some free. One without a node, or whose node starts nothing, stays as it was."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    found = list(bundles)
+    for number, bundle in enumerate(bundles):
+        node = nodes.get(bundle.group_index)
+        if node != bundle.node_id and node in addresses:
+            try:
+                gpu = _probe_gpus(group, [bundle.group_index], _ANSWER_S)[0] if device == "cuda" else bundle.gpu
+            except (ray.exceptions.GetTimeoutError, ray.exceptions.NodeDiedError) as error:
+                logger.warning("a node that was to replace one does not start a process: %s", error)
+                continue
+            found[number] = replace(bundle, node_id=node, node_address=addresses[node], gpu=gpu)
+    return found
+
+
+def devices_gone(bundles: Sequence[Bundle]) -> set[int]:
+    """Return the numbers of devices whose node is dead."""
+    living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return {bundle.index for bundle in bundles if bundle.node_id not in living}
+
+
+def _probe_gpus(group: PlacementGroup, numbers: Iterable[int], timeout_s: float | None = None) -> list[Gpu]:
     """Ask on each bundle's node for the GPU that Ray has given to it, and for the list that it is named by."""
 
     @ray.remote(num_cpus=0, num_gpus=1, runtime_env={"env_vars": LEAVE_DEVICES})
     def facts() -> tuple[str | None, str]:
         return os.environ.get(VARIABLE), str(ray.get_gpu_ids()[0])
 
-    strategies = [PlacementGroupSchedulingStrategy(group, i) for i in range(num_devices)]
-    answers = ray.get([facts.options(scheduling_strategy=strategy).remote() for strategy in strategies])
+    strategies = [PlacementGroupSchedulingStrategy(group, number) for number in numbers]
+    calls = [facts.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    answers = ray.get(calls, timeout=timeout_s)
     return [locate(value, name) for value, name in answers]
 
 
@@ -250,6 +298,9 @@ def actor_on(
         options["runtime_env"] = {"env_vars": variables} | ({} if nsys is None else {"nsight": dict(nsys)})
     if bundle is not None and group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle.group_index)
+    elif bundle is None:
+        own_node = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(own_node, soft=True)
     return ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=0, **options)
 
 
@@ -322,6 +373,36 @@ def _sleeper(word: str, dashboard: bool) -> str:
 
 
 _ANSWER_S = 120.0  # a node's first worker starts Python and imports packages, maybe from a slow disk
+
+
+_END_S = 20.0
+
+
+def end_processes(pids: Iterable[int]) -> None:
+    """Kill processes of this machine and their children, also stopped ones, and wait until they are gone."""
+    processes: list[psutil.Process] = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            processes += [process, *process.children(recursive=True)]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_END_S)
+
+
+def end_on_nodes(processes: Mapping[str, Sequence[int]]) -> None:
+    """The same of processes on any node: node → process ids. A node that does not answer is left alone."""
+    own_node = ray.get_runtime_context().get_node_id()
+    task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0)(end_processes)
+    elsewhere = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pids)
+        for node, pids in processes.items()
+        if node != own_node
+    ]
+    end_processes(processes.get(own_node, ()))
+    if elsewhere:
+        ray.wait(elsewhere, num_returns=len(elsewhere), timeout=_END_S)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.base.cpu_wing import DEPENDS_ON_BATCH
+from fusionrl.base.wording import headline
 from fusionrl.buffer.schedule import outlasts_record
 from fusionrl.config.config import Config
 from fusionrl.config.run_parts import is_streamed
@@ -19,7 +20,7 @@ from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
-from fusionrl.observe.run_dir import read_states
+from fusionrl.observe.run_dir import forget_export, is_exported, note_export, read_states
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.repeatable import repeatability
@@ -28,6 +29,7 @@ from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.loops import choose_loop
 from fusionrl.runtime.model_card import write_model_card
 from fusionrl.runtime.reporter import Reporter
+from fusionrl.runtime.retention import Retention
 from fusionrl.runtime.run_actors import Actors
 from fusionrl.runtime.supervisor import FAILURES, StopSignal, Terminated, root_cause
 from fusionrl.weights.remote_calls import gather, get
@@ -58,10 +60,20 @@ class Run:
     """Evaluations run during training, on engines of their own."""
 
     def __post_init__(self) -> None:
+        self.retention = Retention(self.config, self.path)
         if self.plan.eval_bundles:
             from fusionrl.runtime.background_eval import BackgroundEval
 
             self.background_eval = BackgroundEval(self.actors.buffer, self.reporter, self._push_for_evaluation)
+
+    def push(self, version: int, to_evaluation: bool = False) -> dict[str, float]:
+        """As of `WeightSync`, again where trainers have failed in it and are back."""
+        push = self.actors.weights.push
+        return self.actors.recovery.retry(lambda: push(version, to_evaluation), of_engines=True)
+
+    def prepare_round(self) -> None:
+        """As of `WeightSync`; it may push."""
+        self.actors.recovery.retry(self.actors.weights.prepare_round, of_engines=True)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate, and say the result. Engines of its own only begin it; it is recorded when it has ended."""
@@ -70,7 +82,7 @@ class Run:
             return {}
         self.reporter.status("evaluating")
         with phase("evaluate", step=step):
-            self.actors.weights.prepare_round()
+            self.prepare_round()
             version = None if self.plan.transport is None else self.actors.weights.version
             values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step, version))
         self.reporter.show_evaluation(step, values)
@@ -80,7 +92,8 @@ class Run:
         """Validation losses of --mode sft, and say them."""
         self.reporter.status("validating")
         with phase("validate", step=step):
-            values = self.actors.trainers.validation_losses(get(self.actors.buffer.actor.validation_shards.remote()))
+            shards = self.actors.buffer.validation_shards()
+            values = self.actors.recovery.retry(lambda: self.actors.trainers.validation_losses(shards))
         self.reporter.show_evaluation(step, values)
         return values
 
@@ -115,7 +128,7 @@ class Run:
         weights = self.actors.weights
         if self.last_trained + 1 != step or weights.version != step:
             return None
-        weights.push(step, to_evaluation=True)
+        self.push(step, to_evaluation=True)
         return step
 
     def end_early(self) -> None:
@@ -144,15 +157,18 @@ class Run:
                 f"the run failed; saving the trained steps (up to {self.last_trained + 1}) before it ends"
             )
             self._check_trainers()
+            self.actors.buffer.check(_TIMEOUT_S)
             with suppress(*FAILURES):  # a dead engine has no memory to give
                 self.actors.engines.release_memory()
             self.end_early()
         except (Exception, KeyboardInterrupt) as error:  # any failure here would hide the first one
             reason = root_cause(error)
-            logger.warning("the trained steps could not be saved: %s", str(reason) or type(reason).__name__)
+            logger.warning("the trained steps could not be saved: %s", headline(str(reason)) or type(reason).__name__)
 
     def _check_trainers(self) -> None:
-        """Raise if a rank is dead, waits for another rank, or has learned a part of the next rollout."""
+        """Raise if a rank is dead, waits for another, has older weights, or has learned a part of the next rollout."""
+        if self.actors.recovery.is_behind:
+            raise RuntimeError(f"the trainers did not come back with the weights of step {self.last_trained + 1}")
         try:
             ranks = get(self.actors.trainers.call("last_trained"), _TIMEOUT_S)
         except TimeoutError:
@@ -187,16 +203,22 @@ def run_training(
         is_fp32 = plan.precision == plan.rollout_dtype == "fp32"
         reporter = Reporter(config, path, metrics, progress, is_fp32)
         saver = Saver(config, plan, actors, checkpoints, last, reporter.status)
+        actors.recovery.begin(saver, latest)
         run = Run(config, plan, path, actors, reporter, saver, stop, last + 1, last)
         try:
             loop(run)
-            saver.finish()
-            exported: str | None = None
+            actors.recovery.retry(saver.finish_last, of_engines=plan.takes_turns)
+            exported: Path | None = None
             if config.checkpoint.save_hf is not None and actors.trainers:
                 progress.status("saving the Hugging Face folder")
-                exported = config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)
-                with phase("save hf"):
-                    gather([trainer.save_hf.remote(exported) for trainer in actors.trainers.policy])
+                last = plan.num_rollout - 1
+                exported = Path(config.checkpoint.save_hf.format(rollout_id=last))
+                if run.first_rollout > last and is_exported(path, exported, last):
+                    progress.print(f"--save-hf: {exported} has the weights after step {last + 1} already")
+                else:
+                    with phase("save hf"):
+                        gather([trainer.save_hf.remote(str(exported)) for trainer in actors.trainers.policy])
+                    note_export(path, exported, last)
         except Terminated:
             run.end_early()
             raise
@@ -205,21 +227,25 @@ def run_training(
                 run.rescue()
             raise
         title = f"{path.resolve().name} ({config.run.mode})"
-        drawing = drawing_thread.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
+        rows = read_metrics(path)
+        drawing = drawing_thread.submit(draw_curves, rows, path / "curves.png", title)  # while actors end
     drawing.result()
     if exported is not None:
-        write_model_card(Path(exported), config, plan, read_metrics(path), path / "curves.png")
-    _tell_repeatability(config, plan, path, progress)
+        forget_export(path)
+        write_model_card(exported, config, plan, rows, path / "curves.png")
+    _tell_repeatability(config, plan, path, rows, progress)
 
 
-def _tell_repeatability(config: Config, plan: Plan, path: Path, progress: Progress) -> None:
+def _tell_repeatability(
+    config: Config, plan: Plan, path: Path, rows: list[dict[str, object]], progress: Progress
+) -> None:
     """Print whether the run repeats bit by bit and why not, and write it into the run's folder."""
     depends_on_batch = any(DEPENDS_ON_BATCH in line for line in _log_lines(path / "logs"))
     record = config.pipelining.replay_schedule if is_streamed(config) else None
     finding = repeatability(
         config,
         plan,
-        read_metrics(path),
+        rows,
         depends_on_batch=depends_on_batch,
         has_external=any(engine["state"] != "refused" for engine in read_states(path)),
         outlasts_record=record is not None and outlasts_record(path, Path(record)),

@@ -21,11 +21,12 @@ from fusionrl.runtime.buffer_handle import BufferHandle
 from fusionrl.runtime.early_start import EarlyStart
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher, LocalLauncher
+from fusionrl.runtime.recovery import TrainerRecovery
 from fusionrl.runtime.supervisor import FAILURES, StopSignal, Supervisor, Terminated, root_cause
 from fusionrl.runtime.telemetry import ClockOffsets, HardwareMetrics, Profiling
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.runtime.weight_sync import WeightSync
-from fusionrl.weights.remote_calls import gather, get
+from fusionrl.weights.remote_calls import gather
 
 if TYPE_CHECKING:
     from fusionrl.runtime.external_engines import ExternalEngines
@@ -54,6 +55,7 @@ class Actors:
         self._on_ray = stop.install if stop is not None else lambda: None
         launcher = LocalLauncher if self._in_process else Launcher
         self._launcher = launcher(config, plan, run_dir, attempt, early_start)
+        self.restarts = self._launcher.restarts
         run_dir = self._launcher.run_dir
         self.engines = EnginePool(
             *(config, plan, self._launcher),
@@ -63,7 +65,8 @@ class Actors:
         )
         self.supervisor = Supervisor(self.check_engines, self._stop)
         self.trainers = TrainerGroups(config, plan, self.supervisor.finish)
-        self.buffer = BufferHandle(self.engines, self.supervisor)
+        self.buffer = BufferHandle(self.engines, self.supervisor, self._launcher, plan.knobs)
+        self.recovery = TrainerRecovery(config, self._launcher, self.trainers, self.buffer, self.engines)
         self.external_engines: ExternalEngines | None = None
         self.clocks: ClockOffsets | None = None  # of other machines
         self._watchdog: Watchdog | None = None
@@ -72,7 +75,8 @@ class Actors:
 
             probes = ProgressProbes(self._launcher, self.engines, self.buffer)
             self._watchdog = Watchdog(
-                run_dir / "logs", attempt, probes, floor_s=config.run.stall_warn_s, timeout_s=config.run.stall_timeout_s
+                *(run_dir / "logs", attempt, probes, config.run.stall_warn_s, config.run.stall_timeout_s),
+                end_trainers=self.recovery.end_stalled if config.run.max_restarts else None,
             )
             if not plan.has_pairs:
                 from fusionrl.runtime.external_engines import ExternalEngines
@@ -132,7 +136,7 @@ class Actors:
 
     def _tell_addresses(self) -> None:
         others = [] if self.external_engines is None else self.external_engines.urls
-        get(self.buffer.actor.set_engines.remote([*self.engines.urls, *others], self.engines.evaluation.urls))
+        self.buffer.set_engines([*self.engines.urls, *others], self.engines.evaluation.urls)
 
     def _parts(self) -> list[str]:
         parts = []
@@ -157,6 +161,7 @@ class Actors:
                 self.profiling.close()
             if isinstance(error, FAILURES):
                 cause = self._find_death(error)
+                self._launcher.registry.note_origin(cause or error)
                 self._launcher.keep_ray_logs()
         finally:
             self.close()
@@ -212,31 +217,22 @@ def start_all(
     order = plan.start_order
     if order != "trainers first":
         engines.start()
-    trainers.policy, trainers.auxiliaries = launcher.make_trainers()
-    prepared = buffer.start(launcher.make_buffer())
+    trainers.policy, trainers.auxiliaries = launcher.make_trainers(plan)
+    prepared = buffer.start()
     if order == "together":
         ready = launcher.setup_trainers([trainers.policy, trainers.auxiliaries])
-        buffer_ready = buffer.actor.setup.remote(engines.finish_start())
+        buffer_ready = buffer.setup(engines.finish_start())
         if ready:
             logger.info("trainers: %s", gather(ready, check_stop)[0])
     elif order == "engines first":
         endpoints = engines.finish_start()
         engines.release_memory()
-        buffer_ready = buffer.actor.setup.remote(endpoints)
-        _setup_in_turn(launcher, trainers, check_stop)
+        buffer_ready = buffer.setup(endpoints)
+        trainers.start(launcher, check_stop)
     else:
-        _setup_in_turn(launcher, trainers, check_stop)
+        trainers.start(launcher, check_stop)
         trainers.offload()
         engines.start()
-        buffer_ready = buffer.actor.setup.remote(engines.finish_start())
+        buffer_ready = buffer.setup(engines.finish_start())
     facts: dict[str, int] = gather([prepared, buffer_ready], check_stop)[1]
     return facts
-
-
-def _setup_in_turn(launcher: Launcher, trainers: TrainerGroups, check_stop: Callable[[], None]) -> None:
-    """Set up one group of trainers after the other: one that shares its devices gives its memory away for the next."""
-    groups = [group for group in (trainers.policy, trainers.auxiliaries) if group]
-    for number, group in enumerate(groups):
-        logger.info("trainers: %s", gather(launcher.setup_trainers([group]), check_stop)[0])
-        if number + 1 < len(groups):
-            trainers.make_room(group)

@@ -145,7 +145,7 @@ class HardwareMetrics:
         plan, metrics = self._plan, {}
         train_s, generate_s = values.get("perf/time_train_s"), values.get("perf/time_generate_s")
         if plan.layout is not None and train_s and work.tokens:
-            devices = plan.layout.world_size
+            devices = len(self._trainers.policy) or plan.layout.world_size
             metrics["perf/train_tokens_per_s_per_device"] = work.tokens / train_s / devices
             images = None if plan.balance is None else plan.balance.images
             flops = train_flops(plan.shape, work, images)

@@ -1,8 +1,12 @@
 """The trainers of a run: the policy's, and those of a critic or a process reward model."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -10,8 +14,12 @@ from ray.actor import ActorHandle
 from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
-from fusionrl.weights.remote_calls import get
+from fusionrl.weights.remote_calls import gather, get
 
+if TYPE_CHECKING:
+    from fusionrl.runtime.launcher import Launcher
+
+logger = logging.getLogger(__name__)
 Refs = Sequence[ray.ObjectRef]
 
 
@@ -19,6 +27,12 @@ METRICS = """
 eval/<set>/loss | nats | Validation loss: mean of -log p over the tokens that would be trained on. | --mode sft
 eval/<set>/num_tokens | tokens | Number of these tokens. | --mode sft
 """
+
+
+def layouts_of(plan: Plan) -> dict[str, TrainerLayout]:
+    """Return the layout of each group of trainers by the group's folder in a checkpoint: trainer, critic, prm."""
+    layouts = {} if plan.layout is None else {"trainer": plan.layout}
+    return layouts if plan.auxiliary is None else {**layouts, plan.auxiliary.role: plan.auxiliary.layout}
 
 
 class TrainerGroups:
@@ -30,7 +44,10 @@ class TrainerGroups:
     def __init__(self, config: Config, plan: Plan, wait_for: Callable[[Refs], list[Any]]) -> None:
         """`wait_for` waits for ranks that train, and raises at the first failure; the driver's also checks engines and
         stop requests."""
-        self.config, self.plan, self._wait_for = config, plan, wait_for
+        self.config, self.wait_for = config, wait_for
+        self.plan = plan
+        """As the trainers are now: without lost devices, of a smaller data-parallel size than the Buffer cuts for."""
+        self._num_shards = {name: layout.dp for name, layout in layouts_of(plan).items()}
         self.policy: list[ActorHandle] = []
         self.auxiliaries: list[ActorHandle] = []
 
@@ -43,16 +60,23 @@ class TrainerGroups:
         Shard i goes to data-parallel rank i. With several adapters, `shards` has a block of dp shards for each.
         """
         assert self.plan.layout is not None
-        layout, auxiliary = self.plan.layout, self.plan.auxiliary
-        policy_shards = [list(shards[layout.dp_rank(rank) :: layout.dp]) for rank in range(layout.world_size)]
+        auxiliary = self.plan.auxiliary
+        policy_shards = self._divided(shards, "trainer", self.plan.layout)
         if auxiliary is None:
-            return self._wait_for(
+            return self.wait_for(
                 [t.train.remote(rollout_id, s) for t, s in zip(self.policy, policy_shards, strict=True)]
             )[0]
-        ranks = range(auxiliary.layout.world_size)
-        theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
+        theirs = [blocks[0] for blocks in self._divided(auxiliary_shards, auxiliary.role, auxiliary.layout)]
         train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
         return train(rollout_id, policy_shards, theirs, auxiliary.layout)
+
+    def _divided(self, shards: Refs, group: str, layout: TrainerLayout) -> list[list[Refs]]:
+        """Rank → for each block of shards (an adapter's, of several) those that it trains: one, unless it takes the
+        place of data-parallel ranks that are gone."""
+        count = self._num_shards[group]
+        share = count // layout.dp
+        firsts = [layout.dp_rank(rank) * share for rank in range(layout.world_size)]
+        return [[list(shards[i + f : i + f + share]) for i in range(0, len(shards), count)] for f in firsts]
 
     def sample_columns(self, rollout_id: int) -> list[ray.ObjectRef]:
         """References to what training found out about single samples, a part for each data-parallel rank."""
@@ -64,7 +88,7 @@ class TrainerGroups:
     # Between the two groups columns go by reference, of one rank of each replica. On devices of their own both groups
     # work at once, wherever one does not need what the other makes; else one waits for the other.
     def _train_with_prm(
-        self, rollout_id: int, policy_shards: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
+        self, rollout_id: int, policy_shards: Sequence[Sequence[Refs]], theirs: Sequence[Refs], layout: TrainerLayout
     ) -> dict[str, float]:
         """The process reward model learns the outcomes first, and rewards the same rollout then."""
         self.make_room(self.policy)
@@ -73,11 +97,11 @@ class TrainerGroups:
         rewards = self._of_replicas(pairs, layout, self._score_ahead(rollout_id, policy_shards))
         self.make_room(self.auxiliaries)
         refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.policy, policy_shards, strict=True)]
-        metrics: list[dict[str, float]] = self._wait_for([pairs[0][0], *refs])
+        metrics: list[dict[str, float]] = self.wait_for([pairs[0][0], *refs])
         return metrics[0] | metrics[1]
 
     def _train_with_critic(
-        self, rollout_id: int, policy_shards: Sequence[Refs], theirs: Sequence[Refs], critic: TrainerLayout
+        self, rollout_id: int, policy_shards: Sequence[Sequence[Refs]], theirs: Sequence[Refs], critic: TrainerLayout
     ) -> dict[str, float]:
         """The critic's values give the advantages and its targets; both learn then."""
         assert self.plan.layout is not None
@@ -86,24 +110,24 @@ class TrainerGroups:
         values = self._of_replicas(pairs, critic, self._score_ahead(rollout_id, policy_shards))
         self.make_room(self.auxiliaries)
         prepare = [trainer.prepare.options(num_returns=2) for trainer in self.policy]
-        pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, policy_shards, strict=True)]
+        pairs = [call.remote(rollout_id, s[0], values) for call, s in zip(prepare, policy_shards, strict=True)]
         targets = self._of_replicas(pairs, self.plan.layout)
         refs: list[ray.ObjectRef] = []
         if rollout_id >= self.config.critic.num_critic_only_steps:
             refs = [t.train.remote(rollout_id, s) for t, s in zip(self.policy, policy_shards, strict=True)]
             if self.plan.shares_with_auxiliary:
-                self._wait_for(refs)
+                self.wait_for(refs)
         self.make_room(self.policy)
         critics = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        metrics: list[dict[str, float]] = self._wait_for([*refs, *critics])
+        metrics: list[dict[str, float]] = self.wait_for([*refs, *critics])
         self.make_room(self.auxiliaries)
         return (metrics[0] if refs else {}) | metrics[len(refs)]
 
-    def _score_ahead(self, rollout_id: int, policy_shards: Sequence[Refs]) -> Refs:
+    def _score_ahead(self, rollout_id: int, policy_shards: Sequence[Sequence[Refs]]) -> Refs:
         """Begin the policy's log-probs, while the other group works on devices of its own: references to wait for."""
         if self.plan.shares_with_auxiliary:
             return []
-        return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.policy, policy_shards, strict=True)]
+        return [t.score_ahead.remote(rollout_id, s[0]) for t, s in zip(self.policy, policy_shards, strict=True)]
 
     def make_room(self, group: list[ActorHandle]) -> None:
         """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
@@ -119,11 +143,9 @@ class TrainerGroups:
         assert self.plan.layout is not None
         values = {}
         for name, shards in sets.items():
-            refs = [
-                trainer.evaluate_loss.remote([shards[self.plan.layout.dp_rank(rank)]])
-                for rank, trainer in enumerate(self.policy)
-            ]
-            losses = self._wait_for(refs)[0]
+            divided = self._divided(shards, "trainer", self.plan.layout)
+            refs = [t.evaluate_loss.remote(blocks[0]) for t, blocks in zip(self.policy, divided, strict=True)]
+            losses = self.wait_for(refs)[0]
             values[f"eval/{name}/loss"] = losses["eval/loss"]
             values[f"eval/{name}/num_tokens"] = losses["eval/num_tokens"]
         return values
@@ -140,22 +162,57 @@ class TrainerGroups:
         A path among the arguments becomes that of the trainer's folder in it.
         """
         refs = []
-        for name, group in self._trained().items():
+        for name, group in self.trained.items():
             of_group = [str(value / name) if isinstance(value, Path) else value for value in arguments]
             refs += [getattr(trainer, method).remote(*of_group) for trainer in group]
         return refs
 
-    def _trained(self) -> dict[str, list[ActorHandle]]:
-        """Folder in a checkpoint → trainers, in a mode that changes their weights."""
-        if self.config.run.mode == "reject-sampling" or not self.policy:
-            return {}
+    @property
+    def everyone(self) -> dict[str, list[ActorHandle]]:
+        """Folder in a checkpoint → trainers."""
         auxiliary = self.plan.auxiliary
         return {"trainer": self.policy} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
+
+    @property
+    def bundles(self) -> dict[str, tuple[int, ...]]:
+        """Folder in a checkpoint → rank → device."""
+        auxiliary = self.plan.auxiliary
+        return {"trainer": self.plan.trainer_bundles} | ({auxiliary.role: auxiliary.bundles} if auxiliary else {})
+
+    @property
+    def trained(self) -> dict[str, list[ActorHandle]]:
+        """As `everyone`, in a mode that changes weights."""
+        return {} if self.config.run.mode == "reject-sampling" or not self.policy else self.everyone
+
+    def restore(self, plan: Plan, states: Mapping[str, Refs]) -> None:
+        """Give every trainer its state out of `states` (folder as in a checkpoint → rank of `plan` → what `snapshot`
+        gave)."""
+        calls = []
+        for name, group in self.trained.items():
+            before, now, taken = layouts_of(plan)[name], layouts_of(self.plan)[name], states[name]
+            for rank, trainer in enumerate(group):
+                own = before.rank(now.coordinates(rank))
+                others = [] if before == now else before.with_parameters_of(now.holders(rank))
+                calls.append(trainer.restore.remote([taken[own], *(taken[other] for other in others if other != own)]))
+        self.wait_for(calls)
+
+    def start(self, launcher: Launcher, check_stop: Callable[[], None] | None = None) -> None:
+        """Set up trainers that were made; groups that share devices one after the other, as each gives its memory away
+        for the next. `check_stop` is called meanwhile; by default what `wait_for` does."""
+        groups = [group for group in (self.policy, self.auxiliaries) if group]
+        wait_for = self.wait_for if check_stop is None else partial(gather, check=check_stop)
+        if not self.plan.takes_turns:
+            wait_for(launcher.setup_trainers(groups))
+            return
+        for number, group in enumerate(groups):
+            logger.info("trainers: %s", wait_for(launcher.setup_trainers([group]))[0])
+            if number + 1 < len(groups):
+                self.make_room(group)
 
     def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout, concurrent: Refs = ()) -> list[object]:
         """Wait for each rank's answer, (metrics, columns), and for `concurrent` calls.
 
         Returns references to the columns, one of each replica.
         """
-        self._wait_for([*concurrent, *(done for done, _ in pairs)])
+        self.wait_for([*concurrent, *(done for done, _ in pairs)])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

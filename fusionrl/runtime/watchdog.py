@@ -6,6 +6,7 @@ limit, as the process that it asks may hang. The rules and the line are in `obse
 """
 
 import logging
+import re
 import signal
 import sys
 import threading
@@ -159,10 +160,15 @@ class Watchdog:
     probes: ProgressProbes
     floor_s: float = FLOOR_S  # --stall-warn-s
     timeout_s: float | None = None  # --stall-timeout-s
+    end_trainers: Callable[[str], bool] | None = None
+    """Called with the line where trainers alone are to blame, once in a phase: what waits for them fails then, and they
+    come back. False: they would not."""
 
     def __post_init__(self) -> None:
         self.verdict: str | None = None
         """The line of the phase for which the run ends."""
+        self._ended_in: Phase | None = None  # in which trainers were ended
+        self._ended_at = 0.0
         self._num_reports = 0
         self._may_end = False  # without a handler the signal would end the process
         self._is_over = threading.Event()
@@ -195,15 +201,21 @@ class Watchdog:
             event = clock.look(time.monotonic(), phase, phases.lasted)
             if isinstance(event, EndedPhase):
                 logger.warning('"%s" has ended after %s', event.phase, seconds(event.seconds))
-            elif event is not None:
+            elif event is not None and not self._is_ending(event, phase):
                 self._speak(event, phase)
                 if self.verdict is not None:
                     return
 
+    def _is_ending(self, late: LatePhase, phase: Phase | None) -> bool:
+        """Return whether trainers were ended for this phase a moment ago: Ray may not have told the driver yet."""
+        is_same = late.is_last and phase == self._ended_in
+        return is_same and time.monotonic() - self._ended_at < (self.timeout_s or 0.0)
+
     def _speak(self, late: LatePhase, phase: Phase | None) -> None:
         """Say the line; end the run where it is time, and the phase has not ended while the line was made."""
+        names, seen = list[str](), list[ProcessState]()
         try:
-            line = self.report(late)
+            names, seen, line = self.report(late)
         except Exception as error:  # the watchdog survives anything that is broken in a stalled run
             logger.debug("the watchdog's line could not be made", exc_info=True)
             line = f'"{late.phase}" has taken {seconds(late.seconds)}; the cause is unknown ({error!r})'
@@ -211,15 +223,23 @@ class Watchdog:
             return
         logger.warning("%s", line)
         if late.is_last and self._may_end and _phase(spans.main_phases()) == phase:
-            self.verdict = f"{line}; --stall-timeout-s {self.timeout_s:g}"
+            line = f"{line}; --stall-timeout-s {self.timeout_s:g}"
+            if phase != self._ended_in and self._end_trainers(line, names, seen):
+                self._ended_in, self._ended_at = phase, time.monotonic()
+                return
+            self.verdict = line
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, _WAKE_SIGNAL)
 
-    def report(self, late: LatePhase) -> str:
-        """Examine all processes, write the stacks, and return the line."""
+    def _end_trainers(self, line: str, names: Sequence[str], seen: Sequence[ProcessState]) -> bool:
+        return self.end_trainers is not None and are_trainers_to_blame(names, seen) and self.end_trainers(line)
+
+    def report(self, late: LatePhase) -> tuple[list[str], list[ProcessState], str]:
+        """Examine all processes and write the stacks. Return whom the driver waits for, the processes, and the line."""
         self._num_reports += 1
-        waits = [item if isinstance(item, str) else self.probes.name_of(item) for item in waited_for()]
+        items = [item if isinstance(item, str) else self.probes.name_of(item) for item in waited_for()]
+        waits = [name for name in items if name]
         stacks = _stacks()
         seen = [*self._probe(lambda: look(self.logs)), *self._probe(self.probes.elsewhere)]
         progress, engines = self._probe(self.probes.progress), self._probe(self.probes.engines)
@@ -229,7 +249,7 @@ class Watchdog:
         def line_of(file: str) -> str:
             return stall_line(
                 late,
-                [name for name in waits if name],
+                waits,
                 seen,
                 driver=place,
                 progress=progress,
@@ -242,8 +262,8 @@ class Watchdog:
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:  # a full disk may be the cause: the line comes all the same
-            return line_of(f"no file ({error.strerror})")
-        return line_of(str(path))
+            return waits, seen, line_of(f"no file ({error.strerror})")
+        return waits, seen, line_of(str(path))
 
     @staticmethod
     def _probe(ask: Callable[[], Sequence[T]]) -> Sequence[T]:
@@ -252,6 +272,20 @@ class Watchdog:
         except Exception as error:  # in a stalled run anything may be broken; ask the others
             logger.debug("the watchdog got no answer: %r", error)
             return []
+
+
+_TRAINER = re.compile(r"^(trainer|critic|prm)\b")
+
+
+def are_trainers_to_blame(waits: Sequence[str], seen: Sequence[ProcessState]) -> bool:
+    """Return whether the driver waits for trainers, and no other process of the run is stopped or blocked.
+
+    In a weight push trainers wait for engines: there one of them must be.
+    """
+    is_halted = ("stopped", "waits")
+    troubled = {bool(_TRAINER.match(state.role)) for state in seen if state.trouble.startswith(is_halted)}
+    is_push = any(": " in name for name in waits)
+    return bool(waits) and all(map(_TRAINER.match, waits)) and False not in troubled and (bool(troubled) or not is_push)
 
 
 def _phase(phases: spans.MainPhases) -> Phase | None:

@@ -25,6 +25,8 @@ from fusionrl.weights.remote_calls import merge_loss, wait_all
 from fusionrl.weights.verify import Verification, WeightMismatch
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from fusionrl.runtime.external_engines import ExternalEngines
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class WeightSync:
         self._num_pushes = 0
         self._has_warned_of_loss = False
         self._is_written = False  # files of a disk push may be there
+        self._verified = set[tuple[int, int, str]]()  # processes of engines that had a verified push
+        self._verified_from: list[ActorHandle] = []  # the trainers that made the last one
         self._have_base = set[tuple[int, int, str]]()  # processes of engines that get no more than adapters
         folder = config.weights.update_weight_local_checkpoint_dir
         name = f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
@@ -134,15 +138,12 @@ class WeightSync:
         self._have_base |= lacking.keys()
 
     def _push_once(self, version: int, reaches_all: bool) -> dict[str, float]:
-        is_first = self._num_pushes == 0 or (self._external_engines is not None and self._external_engines.has_new)
         targets = self._engines.targets()
         targets = targets if reaches_all else targets[: self._plan.num_engines]
         num_own = len(targets)
         if self._external_engines is not None:
             targets = targets + self._external_engines.targets()
-        when = self._config.weights.verify_weights
-        verifies = when == "always" or (when == "first" and is_first)
-        check = self._verification(targets, num_own, version) if verifies else None
+        check = self._verification(targets, num_own, version) if self._is_verified(targets) else None
         # On shared devices: first room for the engines' weights, then for their caches (`plan/devices.py`).
         if self._plan.takes_turns:
             self._trainers.offload(keep_weights=True)
@@ -161,9 +162,22 @@ class WeightSync:
             if is_away:
                 self._engines.release_memory(CACHES)
             metrics |= check.judge()
+            self._verified_from = list(self._trainers.policy)
+            self._verified |= {target.process for target in targets}
             self._give_to_engines(is_away)
         self._num_pushes += 1
         return metrics
+
+    def _is_verified(self, targets: list[EngineTarget]) -> bool:
+        """Return whether the next push, to these engines, is to be verified: by default the first to a process, or
+        from trainers that were started again, is."""
+        weights = self._config.weights
+        if weights.verify_weights != "first":
+            return weights.verify_weights == "always"
+        interval = weights.verify_weights_interval
+        is_due = interval is not None and self._num_pushes % interval == 0
+        is_new = self._verified_from != self._trainers.policy
+        return is_due or is_new or any(target.process not in self._verified for target in targets)
 
     def _give_to_engines(self, is_away: bool) -> None:
         """On shared devices: the trainers give their memory away, and engines whose caches are away get them back."""
@@ -196,7 +210,7 @@ class WeightSync:
             return push.by_disk(self._local_folder, mode, keep_files=weights.update_weight_disk_keep_files)
         feeds = []
         if transport == "ipc" and self._plan.device == "cuda":
-            feeds = plan_feeds([target for target in targets if not target.host], self._plan.trainer_bundles)
+            feeds = plan_feeds([target for target in targets if not target.host], self._trainers.plan.trainer_bundles)
         return push.from_memory(feeds, transport, mode)
 
     def _begin_push(self, version: int, targets: list[EngineTarget]) -> Push:

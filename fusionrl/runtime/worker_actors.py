@@ -1,6 +1,7 @@
 """The processes of Buffer and trainers: each writes its output into its own file, then is the plain class."""
 
 import asyncio
+import gc
 import os
 
 from fusionrl.algorithms.estimators import Role
@@ -31,6 +32,8 @@ class BufferWorker(ActorProcess, BufferActor):
     ) -> None:
         settings.apply()
         log_to(log, "buffer", config.run.log_level)
+        # Each look at all objects takes a second with 20,000 samples in flight, and finds next to nothing.
+        gc.set_threshold(50_000, 20, 20)
         super().__init__(config, plan, run_dir, attempt)
 
     async def hardware(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ same.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import operator
@@ -29,7 +30,8 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fusionrl.base.files import check_facts, facts_of
+from fusionrl.base.files import check_facts, facts_of, flush, publish_folder, rename_flushed
+from fusionrl.base.process import give_freed_back
 from fusionrl.models import convert
 from fusionrl.models.hf_folder import TRACKER, weights_folder
 from fusionrl.models.hf_io import gather_params, local_adapters
@@ -153,7 +155,8 @@ class Saving:
     def finish(self) -> None:
         """Publish it; collective. It replaces one of its name.
 
-        Raises OSError on every rank if one cannot write; what was at the path is then as it was.
+        Raises OSError on every rank if one cannot write; what was at the path is then as it was, unless the disk fails
+        after the rename.
         """
         try:
             if self.earlier is not None:
@@ -169,14 +172,17 @@ class Saving:
                     self._publish()
         except OSError as error:
             raise OSError(f"checkpoint {self._final}: {error}; nothing was published") from error
+        del self._files  # with the copies of all tensors, some of them in cycles; a trainer keeps freed blocks
+        gc.collect()
+        give_freed_back()
 
     def _publish(self) -> None:
         small = [path.name for path in self._partial.iterdir() if path.name not in self._files.files]
         self._description["files"] = self._files.files | facts_of(self._partial, small)
         with open(self._partial / DESCRIPTION, "w", encoding="utf-8") as file:
             json.dump(self._description, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        # Each rank's writer has flushed its own files.
+        flush((*(self._partial / name for name in (*small, DESCRIPTION)), self._partial))
         _publish(self._partial, self._final)
 
 
@@ -197,6 +203,8 @@ def begin_save(
     """
     partial = Path(path + ".partial")
     gather_params(trained.chunks)
+    if trained.replicas is not None:
+        trained.replicas.compare(trained.chunks, "a checkpoint, which was not written")
     weights = _trained_state(trained, shape, adapted)
     state = _sharded_state(trained, weights, layout, rank, loading=False, with_rng=True)
     description = {
@@ -229,9 +237,9 @@ def _publish(partial: Path, final: Path) -> None:
     if final.exists():
         final.rename(replaced)
     try:
-        partial.rename(final)
+        rename_flushed(partial, final)
     except OSError:
-        if replaced.exists():
+        if replaced.exists() and not final.exists():
             replaced.rename(final)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
@@ -365,7 +373,7 @@ def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
     with failing_together():
         if rank == 0:
             (partial / TRACKER).write_text("release", encoding="utf-8")
-            partial.rename(folder)
+            publish_folder(partial, folder)
 
 
 def saved_adapters(path: str | Path, shape: ModelShape) -> tuple[Adapted, dict[str, torch.Tensor]]:

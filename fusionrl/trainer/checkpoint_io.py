@@ -214,21 +214,23 @@ def _serve(connection: socket.socket) -> None:
     cpu_wing.prepare_megatron()
     import megatron.core.dist_checkpointing  # noqa: F401 (takes seconds; now, and not at the first save)
 
-    requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(connection, requests), daemon=True).start()
     with suppress(ConnectionError):  # the trainer is gone
-        for request in iter(requests.get, None):
-            connection.sendall(frame(_write_shared(*request)))
+        while True:
+            connection.sendall(frame(_write_shared(*requests.get())))
 
 
-def _read_requests(connection: socket.socket, requests: queue.SimpleQueue[_Request | None]) -> None:
-    """Queue the trainer's requests, and None at the end."""
+def _read_requests(connection: socket.socket, requests: queue.SimpleQueue[_Request]) -> None:
+    """Queue the trainer's requests; without the trainer end at once, as another may save into the same folder."""
     try:
         with suppress(ConnectionError, EOFError):
             while (message := socket.recv_fds(connection, 1, 1))[0]:
                 requests.put((message[1][0], *receive(connection)))
-    finally:
-        requests.put(None)
+    except Exception:  # the process ends with it, whatever it is
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def _write_shared(

@@ -30,6 +30,7 @@ from fusionrl.plan.trainer_plan import TrainerPlan, lr_decay_steps, warm_up_step
 from fusionrl.trainer import settings
 from fusionrl.trainer.layers import block_spec, finish_layers
 from fusionrl.trainer.outputs import ChosenOutputs, ValueModel
+from fusionrl.trainer.replicas import ReplicaCheck
 
 if TYPE_CHECKING:
     from fusionrl.models.vision import VisionShape
@@ -49,6 +50,7 @@ class Trained:
     routing: RoutingReplay | None = None  # what routers must choose, or None where they are free
     is_amid: bool = False  # some optimizer steps of a rollout have been taken, but not all
     watch: GradientWatch | None = None  # looks at adapters' gradients; None without adapters
+    replicas: ReplicaCheck | None = None  # compares the weights of data-parallel replicas; None: nothing does
 
 
 def build_model(
@@ -219,6 +221,7 @@ def build_training(
     transformer: TransformerConfig,
     plan: TrainerPlan,
     watch: GradientWatch | None = None,
+    role: str | None = None,
 ) -> Trained:
     """Wrap loaded `modules` for data parallelism and give them an optimizer and a schedule.
 
@@ -264,7 +267,11 @@ def build_training(
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
     )
-    return Trained(chunks, transformer, optimizer, scheduler, watch=watch)
+    interval, layout = train.check_weight_hash_across_dp_replicas_interval, plan.layout
+    of_experts = layout.world_size // (layout.etp * layout.ep * layout.pp) if transformer.num_moe_experts else 1
+    has_replicas = max(layout.dp * layout.cp, of_experts) > 1
+    replicas = ReplicaCheck(interval, role or "trainer") if interval is not None and has_replicas else None
+    return Trained(chunks, transformer, optimizer, scheduler, watch=watch, replicas=replicas)
 
 
 def _count_padding(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -137,7 +137,7 @@ class ModelRank:
             only = folders[0] if len(folders) == 1 else None
             attach(modules, transformer, self.shape, self.adapter_spec, config.run.seed, only)
             watch = GradientWatch()
-        self.trained = build_training(config, modules, transformer, self.trainer_plan, watch)
+        self.trained = build_training(config, modules, transformer, self.trainer_plan, watch, self.role)
         record_megatron(self.trained, self.device)
         give_freed_back()  # the files of the weights, as they were read
         return {

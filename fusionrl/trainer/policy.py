@@ -5,6 +5,7 @@ With --lora-adapters it has several adapters: each learns, is saved and restored
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,9 +20,12 @@ from fusionrl.trainer.push_source import PushSource
 from fusionrl.trainer.shards import Handed, Prepared, SampleColumns, columns_of, pull
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from fusionrl.data.train_batch import TrainShard
     from fusionrl.trainer.adapter_states import AdapterStates
     from fusionrl.trainer.shards import ColumnSource, ShardSource
+    from fusionrl.trainer.snapshot import RankState
     from fusionrl.trainer.steps import Stepping
     from fusionrl.trainer.trainer_base import Learned
 
@@ -125,6 +129,24 @@ class AdapterTrainer(PushSource):
             restored["hashes"] = hashes
         return restored
 
+    def snapshot(self) -> tuple[int, dict[str, RankState]]:
+        """As of `TrainerBase`, with the state of each adapter by its name."""
+        if self.adapter_states is None:
+            return super().snapshot()
+        total, states = 0, dict[str, RankState]()
+        for name in self._each():
+            num_bytes, taken = super().snapshot()
+            total += num_bytes
+            states[name] = copy.deepcopy(taken[""])  # the next adapter comes into the same memory
+        return total, states
+
+    def _put_states(self, states: Sequence[dict[str, RankState]]) -> None:
+        if self.adapter_states is None:
+            return super()._put_states(states)
+        for name in self._each():
+            super()._put_states([{"": state[name]} for state in states])
+            self.adapter_states.progress.counters = self.counters
+
     def state_hashes(self) -> dict[str, str]:
         """As of `ModelRank`, of each adapter."""
         if self.adapter_states is None:
@@ -206,17 +228,19 @@ class PolicyTrainer(AdapterTrainer):
             stepping = replace(stepping, custom=partial(CustomLoss, config, hooks.args, self.shape.vocab_size))
         return stepping
 
-    def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
+    def train(
+        self, rollout_id: int, shard: TrainShard | list[list[ObjectRef]], columns: Sequence[ColumnSource] = ()
+    ) -> dict[str, float]:
         """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
 
-        shard    with several adapters a list of references, to a shard for each that has samples: each learns from its
-                 own, as in a run of its own
+        shard    the shard, or references: a list of those that `pull` joins, for each of several adapters that has
+                 samples, which learns from its own as in a run of its own
         columns  what a process reward model's `process_rewards` gave on each of its data-parallel ranks
 
         Returns `train/…` metrics, pooled over the optimizer steps (see `step_report.py`), and `adapter/…` of several
         adapters; the same on every rank. Raises ValueError for a shard that no loss can be computed from.
         """
-        sources = [[ref] for ref in shard] if isinstance(shard, list) else [shard]
+        sources: list[ShardSource] = list(shard) if isinstance(shard, list) else [shard]
         learned: dict[str | None, Learned] = {}
         with phase("train", step=rollout_id + 1):
             for source in sources:

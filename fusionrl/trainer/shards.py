@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from fusionrl.data.train_batch import TrainShard
+from fusionrl.data.train_batch import TrainShard, joined
 from fusionrl.observe.spans import span
 from fusionrl.weights.remote_calls import get
 
@@ -48,14 +48,14 @@ class Prepared:
 def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShard:
     """Return the shard with a dict of fields of its own: trainers add to it, and in one process others may read it.
 
-    source   the shard, or `[ref]` with a Ray reference to it
+    source   the shard, or Ray references to one or to several, which are joined
     columns  what `columns_of` gave on each data-parallel rank of the trainers that computed it, or references
 
     Raises ValueError for a sample without a prompt token, for nothing predicts the first token of a text.
     """
     with span("pull"):
-        first = source[0] if isinstance(source, list) else source
-        shard: TrainShard = first if isinstance(first, TrainShard) else get(first)
+        parts = source if isinstance(source, list) else [source]
+        shard = joined([part if isinstance(part, TrainShard) else get(part) for part in parts])
     bad = np.flatnonzero((shard.response_lengths > 0) & (shard.response_lengths >= shard.total_lengths))
     if bad.size:
         i = int(bad[0])

@@ -317,8 +317,8 @@ def train_step(
     """Take one optimizer step over this rank's micro-batches.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay as they
-    are, and the report's number `skipped` is 1. Returns (the report over all ranks, this rank's sums, [] but on the
-    last pipeline stage).
+    are, and the report's number `skipped` is 1. Raises ReplicaMismatch where replicas are
+    compared and differ. Returns (the report over all ranks, this rank's sums, [] but on the last pipeline stage).
     """
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
@@ -328,6 +328,9 @@ def train_step(
         # A user's function decides by what it sees which metrics it reports, on each rank.
         users = loss.custom, loss.hooks, loss.options.custom_policy_loss_path
         report = reduce_sums(parts, device, same_names=users == (None, None, None))
+    if trained.replicas is not None:
+        with span("compare replicas"):
+            trained.replicas.before_step(trained.chunks)
     lr = float(trained.optimizer.param_groups[0]["lr"])
     with span("optimizer"):
         found_inf = trained.optimizer.prepare_grads()

@@ -20,16 +20,19 @@ from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.observe.spans import phase
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
 from fusionrl.trainer.shards import Handed, Prepared, add_token_values, columns_of, pull, trained_columns
+from fusionrl.weights.remote_calls import get
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from ray import ObjectRef
 
     from fusionrl.data.train_batch import TrainShard
     from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.micro_batches import BatchOptions
     from fusionrl.trainer.score import Scorer
     from fusionrl.trainer.shards import ColumnSource, SampleColumns, ShardSource
+    from fusionrl.trainer.snapshot import RankState
     from fusionrl.trainer.step_report import StepReport
     from fusionrl.trainer.steps import SkipWatch, Stepping
 
@@ -186,6 +189,25 @@ class TrainerBase(ModelRank):
             if self.config.run.save_token_values:
                 add_token_values(samples, prepared.shard, token_scores)
         return Learned(reports, prepared.metrics, samples)
+
+    def snapshot(self) -> tuple[int, dict[str, RankState]]:
+        """Return the bytes of this rank's state, and the state. Not a collective."""
+        from fusionrl.trainer.rank_state import take_state
+
+        self.reload()
+        state = take_state(self.trained, self.counters, self.layout, self.rank)
+        return state.num_bytes, {"": state}
+
+    @phase("restore")
+    def restore(self, states: Sequence[ObjectRef]) -> None:
+        """Put back what `snapshot` gave; collective. `states`: references, as of `rank_state.put_state`."""
+        self.reload()
+        self._put_states([get(reference) for reference in states])
+
+    def _put_states(self, states: Sequence[dict[str, RankState]]) -> None:
+        from fusionrl.trainer.rank_state import put_state
+
+        self.counters = put_state(self.trained, [state[""] for state in states], self.layout, self.rank)
 
 
 class CriticTrainer(TrainerBase):

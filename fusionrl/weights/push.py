@@ -80,7 +80,7 @@ class Push:
         if not_released:
             raise RuntimeError("weight push: " + "; ".join(not_released))
         end = time.perf_counter()
-        return self._times(end, prepared - self.start, end - paused) | _totals(sent, len(self.targets))
+        return self._times(end, prepared - self.start, end - paused) | _totals(sent, len(self.targets), end - paused)
 
     def of_adapters(self) -> dict[str, float]:
         """Send the adapters; the engines have the weights. Running requests keep the version that they began with."""
@@ -88,7 +88,8 @@ class Push:
             sent: list[SendReport] = self._ask_trainers(
                 "push_adapters", list(self.targets), self.version, self.timeout_s
             )
-        totals, end = _totals(sent, len(self.targets)), time.perf_counter()
+        end = time.perf_counter()
+        totals = _totals(sent, len(self.targets), end - self.start)
         return self._times(end, end - self.start - totals["sync/transfer_s"], 0.0) | totals
 
     def by_disk(self, local_folder: str | None, pause_mode: str, *, keep_files: bool) -> dict[str, float]:
@@ -198,11 +199,15 @@ class Push:
         return paused
 
 
-def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
-    """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends."""
+def _totals(sent: Sequence[SendReport], num_engines: int, longest_s: float) -> dict[str, float]:
+    """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends.
+
+    A clock may be set meanwhile: the time is over 0, and `longest_s` at most.
+    """
     num_bytes = float(sum(report["bytes"] for report in sent))
     ends = [report for report in sent if "last_s" in report]
     seconds = max(report["last_s"] for report in ends) - min(report["first_s"] for report in ends)
+    seconds = min(max(seconds, 1e-6), longest_s)
     return {
         "sync/transfer_s": seconds,
         "sync/bytes": num_bytes,

@@ -101,33 +101,39 @@ node() {
 echo "ssh.sh: Ray's head is $RAY_ADDRESS"
 node bash -c "$on_node" node ray start --head --node-ip-address="$head" --port="${RAY_ADDRESS##*:}" \
     --include-dashboard=false --disable-usage-stats --block "${start_flags[@]}"
-for host in "${hosts[@]}"; do
-    words=$(printf ' %q' ray start --address="$RAY_ADDRESS" --disable-usage-stats --block "${start_flags[@]}")
-    node ssh -o BatchMode=yes "$host" "bash -c '$on_node' node$words"
-done
 
-# Wait until all nodes are there; the exit status is 1 if one ends first, or if the time is over.
 count_nodes='
 import sys, ray
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 print(sum(node["Alive"] for node in ray.nodes()))
 '
-wanted=$((${#hosts[@]} + 1)) present=0
-until [ "$present" -eq "$wanted" ]; do
-    for number in "${!pids[@]}"; do
-        kill -0 "${pids[$number]}" 2>/dev/null && continue
-        name="head"
-        [ "$number" -eq 0 ] || name=${hosts[$((number - 1))]}
-        tail -n 20 "$own/$number.log" >&2
-        die "Ray did not start on $name"
+# wait_for N: until N nodes are there; the exit status is 2 if one ends first, or if the time is over.
+wait_for() {
+    local wanted=$1 present=0 number name
+    until [ "$present" -ge "$wanted" ]; do
+        for number in "${!pids[@]}"; do
+            kill -0 "${pids[$number]}" 2>/dev/null && continue
+            name="head"
+            [ "$number" -eq 0 ] || name=${hosts[$((number - 1))]}
+            tail -n 20 "$own/$number.log" >&2
+            die "Ray did not start on $name"
+        done
+        if [ "$SECONDS" -ge "${NODES_TIMEOUT_S:-120}" ]; then
+            tail -n 20 "$own"/*.log >&2
+            die "$present of $((${#hosts[@]} + 1)) nodes are there after $SECONDS s; above are the ends of their output"
+        fi
+        present=$(python -c "$count_nodes" "$RAY_ADDRESS" 2>"$own/count.log") || present=0
+        [ "$present" -ge "$wanted" ] || sleep 1
     done
-    if [ "$SECONDS" -ge "${NODES_TIMEOUT_S:-120}" ]; then
-        tail -n 20 "$own"/*.log >&2
-        die "$present of $wanted nodes are there after $SECONDS s; above are the ends of their output"
-    fi
-    present=$(python -c "$count_nodes" "$RAY_ADDRESS" 2>"$own/count.log") || present=0
-    [ "$present" -eq "$wanted" ] || sleep 1
+}
+# Ray on a node ends soon if the head does not answer yet.
+wait_for 1
+for host in "${hosts[@]}"; do
+    words=$(printf ' %q' ray start --address="$RAY_ADDRESS" --disable-usage-stats --block "${start_flags[@]}")
+    node ssh -o BatchMode=yes "$host" "bash -c '$on_node' node$words"
 done
+wanted=$((${#hosts[@]} + 1))
+wait_for "$wanted"
 echo "ssh.sh: $wanted nodes are there"
 
 # In the background, so that this shell handles a signal at once and passes it on; and in a process group of its own, so

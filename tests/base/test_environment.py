@@ -13,6 +13,7 @@ import pytest
 from fusionrl.base import environment as env
 from fusionrl.base.environment import NEEDS, ROUTER_KEY, child_environment, hide_passwords, is_secret
 from fusionrl.runtime.early_start import nursery_environment
+from tests.clock import here_s
 from tests.own_process import run_code
 
 DOCS = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
@@ -50,7 +51,7 @@ def test_a_long_text_costs_one_pass(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     start = time.perf_counter()
     assert hide_passwords(text) == text
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < here_s(1)
 
 
 def test_the_table_is_that_of_the_documentation() -> None:
@@ -89,9 +90,9 @@ def test_what_is_hidden_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_child_is_started_with_everything() -> None:
-    """Whoever starts a process says its environment; the exceptions are programs that print what a GPU is."""
+    """Whoever starts a process says its environment; the exceptions print what a GPU is, or start the same program."""
     root = Path(__file__).parents[2]
-    allowed = {"fusionrl/cli/device.py": 1}  # nvidia-smi -L
+    allowed = {"fusionrl/cli/device.py": 1, "fusionrl/cli/supervise.py": 1}  # nvidia-smi -L; the driver again
     found = collections.Counter(
         str(path.relative_to(root))
         for path in (root / "fusionrl").rglob("*.py")

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from fusionrl.buffer.data_source import PromptSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import load_function
 from fusionrl.data.sample import Sample
@@ -235,3 +236,15 @@ def test_the_hooks(tiny_model, write_rows, tmp_path, flag, first_line, name, wan
     assert [group[0].prompt for group in groups] == wanted
     if name == "Curriculum":
         assert {group[0].metadata["level"] for group in groups} == {1}
+
+
+def test_a_state_stays_as_it_was_and_needs_both_functions() -> None:
+    """A user's source may change later what it gave; without `load_state_dict` a new Buffer would begin anew."""
+    source, live = PromptSource(Config.from_flat({})), {"queue": [1, 2]}
+    source.hooked = SimpleNamespace(state_dict=lambda: live)
+    assert not source.can_be_restored
+    source.hooked.load_state_dict = live.update
+    assert source.can_be_restored
+    before = source.state()
+    live["queue"].append(3)
+    assert before == {"queue": [1, 2]}

@@ -365,6 +365,9 @@ def test_seconds_go_to_what_holds() -> None:
     assert found["perf/engines_idle"] == pytest.approx(0.5)
     later = clock.take(111.0)  # nothing was told since: engines have still no work
     assert (later["perf/time_wait_batch_s"], later["perf/engines_idle"]) == (0.0, 1.0)
+    clock.note(112.0, "batch", True)
+    waits = [clock.take(now)["perf/time_wait_batch_s"] for now in (113.0, 116.0)]
+    assert waits == [1.0, 0.0], "they have their batch, though nothing is noted"
 
 
 def test_the_controller_says_what_the_trainers_wait_for() -> None:

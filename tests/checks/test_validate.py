@@ -16,6 +16,7 @@ from fusionrl.checks.validate import validate
 from fusionrl.cli.resolve import resolve
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.parser import CommandLineError, read_args
+from fusionrl.observe.run_dir import RunDir, forget_export, note_export
 from tests.tiny_model import make_fp8, make_tiny_qwen3
 
 Errors, Rows = Callable[..., list[str]], Callable[..., Path]
@@ -336,6 +337,31 @@ def test_a_folder_of_save_hf_that_exists_is_refused_before_the_run(errors: Error
     one(errors(save_hf=f"{tmp_path}/model"), f"--save-hf {tmp_path}/model: it exists already; give another folder")
     one(errors(save_hf=f"{tmp_path}/model-{{rollout_id}}", num_rollout=2), f"--save-hf {tmp_path}/model-1: it exists")
     assert errors(save_hf=f"{tmp_path}/model-{{rollout_id}}", num_rollout=3) == []
+
+
+def test_a_resume_keeps_the_folder_of_save_hf_that_the_run_wrote_before_it_died(errors: Errors, tmp_path: Path) -> None:
+    """Not one with the weights of another step, one that the run trains again, another folder, or after the end."""
+    run, folder = tmp_path / "run", tmp_path / "model"
+    with RunDir(run) as made:
+        made.write_config({})
+    folder.mkdir()
+    flags: dict[str, Any] = {"save_hf": str(folder), "run_dir": str(run), "resume": True, "num_rollout": 2}
+    refused = f"--save-hf {folder}: it exists already"
+    one(errors(**flags), refused)
+    note_export(run, folder, 1)
+    one(errors(**flags), refused)
+    (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert errors(**flags) == []
+    one(errors(**flags | {"num_rollout": 3}), refused)
+    assert refused in " ".join(errors(**flags | {"resume": False}))
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
+    one(errors(**flags), refused)
+    folder.rmdir()
+    (tmp_path / "moved").rename(folder)
+    assert errors(**flags) == []
+    forget_export(run)
+    one(errors(**flags), refused)
 
 
 def test_the_plan_finds_what_a_template_refuses(

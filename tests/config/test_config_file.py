@@ -273,6 +273,7 @@ def test_a_resume_continues_without_the_record_that_its_run_followed(files: File
     short, errors = read_args(["--resume", "--run-dir", str(files.folder / "run")])
     assert errors == [] and short.run.name == "first" and short.pipelining.replay_schedule is None
     assert read_args(["--config", str(path)])[0].pipelining.replay_schedule == "runs/first"
+    assert read_args(["--config", str(path), "--resume"])[0].pipelining.replay_schedule is None
 
 
 SECRET = "http://me:***@host"

@@ -1,13 +1,16 @@
 """Killing one process of a run: the run's error has to name it."""
 
+import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from fusionrl.base.wording import LOG_END
 from tests.e2e.launch import Launched
 
 
@@ -33,17 +36,21 @@ def kill_and_check(launched: Launched, folder: Path, is_time: Callable[[], bool]
     path = folder / "logs" / log
     with launched:
         launched.wait_for(is_time)
-        os.kill(_router_of(launched) if log == "router.log" else writer_of(path), signal.SIGKILL)
+        os.kill(router_of(launched) if log == "router.log" else writer_of(path), signal.SIGKILL)
         assert launched.wait() == 1
     text = launched.output()
     message = text[text.index("failed: ") :]
+    failure = json.loads((folder / "failure.a1.json").read_text())
+    assert failure["process"] in name and failure["phase"] and failure["node"] == socket.gethostname()
+    assert f"failed first: {failure['process']} (" in message and f'in "{failure["phase"]}"' in message
+    assert text.count(LOG_END) <= 1, "the end of the log comes once"
     assert name in message.splitlines()[0], message
     assert f"Its log is {path}" in message
     assert "ActorDiedError" not in message and "ClientConnector" not in message
     assert message.rstrip().splitlines()[-1].startswith("logs: ")
 
 
-def _router_of(launched: Launched) -> int:
+def router_of(launched: Launched) -> int:
     """It gives itself a title, so it is found by the program that minds it."""
     (minder,) = launched.find(r"process_minder\.py .* fusionrl\.engines\.launch_router")
     (router,) = psutil.Process(minder).children()

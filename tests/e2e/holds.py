@@ -19,12 +19,12 @@ _STEPS = 20  # far fewer than an answer has tokens
 _LONGEST_S = 120.0  # a test that has failed lets nobody go
 
 
-def flags(folder: Path, rollouts: list[int], num_streams: int = 0) -> list[str]:
+def flags(folder: Path, rollouts: list[int], num_streams: int = 0, num_steps: int = _STEPS) -> list[str]:
     """Flags of a run whose engines are held in these rollouts.
 
-    num_streams: they are held when the Buffer has a token of as many answers, which it streams; 0: after `_STEPS`.
+    num_streams: they are held when the Buffer has a token of as many answers, which it streams; 0: after `num_steps`.
     """
-    config = {"folder": str(folder), "rollouts": rollouts, "streams": num_streams}
+    config = {"folder": str(folder), "rollouts": rollouts, "streams": num_streams, "steps": num_steps}
     hook = {"name": "hold", "target_modules": ["model"], "hook_factory": "tests.e2e.holds:hold", "config": config}
     return [
         *("--sglang-forward-hooks", json.dumps([hook])),
@@ -45,7 +45,7 @@ def let_go(folder: Path, rollout_id: int) -> None:
 
 def hold(config: dict[str, Any]) -> Callable[..., None]:
     """Make the function that an engine calls after each forward pass."""
-    folder, left = Path(config["folder"]), dict.fromkeys(config["rollouts"], _STEPS)
+    folder, left = Path(config["folder"]), dict.fromkeys(config["rollouts"], config["steps"])
 
     def after_forward(*_: object) -> None:
         begun = [number for number in left if (folder / f"began-{number}").exists()]

@@ -210,3 +210,55 @@ async def sevens_or_others(args: Any, sample: Any, **kwargs: Any) -> float:
     response = sample.response
     wanted = sum((c == "7") if sample.adapter == "sevens" else (c.isdigit() and c != "7") for c in response)
     return wanted / max(1, len(response))
+
+
+def strikes(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
+    """Before a training step: send this rank a signal, once, as FUSIONRL_TEST_STRIKES says: "SIGKILL 1 2 0" strikes
+    rank 1 in rollout 2 before its first optimizer step. "DROPS" lets the kernel drop what other ranks send to it."""
+    import os
+    import signal
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    for strike in filter(None, os.environ.get("FUSIONRL_TEST_STRIKES", "").split(",")):
+        name, *place = strike.split()
+        struck = Path(args.run_dir, f"struck {strike}")
+        if place == [str(dist.get_rank()), str(rollout_id), str(step_id)] and not struck.exists():
+            struck.touch()
+            if name == "DROPS":
+                _drop_packets_of_ranks()
+            else:
+                os.kill(os.getpid(), getattr(signal, name))
+
+
+def _drop_packets_of_ranks() -> None:
+    """Give each of this process's connections to other trainers a filter that no packet passes, acknowledgements
+    neither: as when the cable between them is cut, neither end gets an error, and Ray's connections stay."""
+    import ctypes
+    import os
+    import socket
+
+    import psutil
+
+    own, trainers = psutil.Process(), [p for p in psutil.process_iter(["name"]) if "PolicyWorker" in p.info["name"]]
+    there = {c.laddr for p in trainers if p.pid != own.pid for c in p.net_connections("tcp")}
+    drop = ctypes.create_string_buffer(bytes([6, 0, 0, 0, 0, 0, 0, 0]))  # one instruction of BPF: return 0 bytes
+    program = bytes(ctypes.c_uint64(1)) + bytes(ctypes.c_uint64(ctypes.addressof(drop)))
+    cut = [connection.fd for connection in own.net_connections("tcp") if connection.raddr in there]
+    assert cut, "ranks are connected"
+    for fd in cut:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
+def has_lost_its_device(args: Any) -> None:
+    """When a rank starts: end it where FUSIONRL_TEST_LOST is its rank, and it was struck before."""
+    import os
+    import signal
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    if os.environ.get("FUSIONRL_TEST_LOST") == str(dist.get_rank()) and list(Path(args.run_dir).glob("struck *")):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -54,7 +54,7 @@ class Launched:
     def output(self) -> str:
         return self.output_path.read_text(errors="replace")
 
-    def wait(self, timeout_s: float = 180.0) -> int:
+    def wait(self, timeout_s: float = 400.0) -> int:
         """Exit code; a run that does not end is killed and fails the test with its output."""
         try:
             return self.process.wait(timeout_s)
@@ -89,13 +89,13 @@ class Launched:
         """Living processes of the run whose command line matches."""
         return [pid for pid in self.living() if re.search(pattern, command_of(pid))]
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
-        """Wait until `condition`, while the run lives."""
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 400.0, look_s: float = 0.1) -> None:
+        """Wait until `condition`, while the run lives; look every `look_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the run ended first:\n{self.output()[-3000:]}"
             assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.output()[-3000:]}"
-            time.sleep(0.1)
+            time.sleep(look_s)
 
 
 def launch(arguments: list[str], folder: Path, **env: str) -> Launched:
@@ -121,7 +121,7 @@ def launch(arguments: list[str], folder: Path, **env: str) -> Launched:
     return Launched(process, output, token)
 
 
-def run(arguments: list[str], folder: Path, *, code: int = 0, timeout_s: float = 240.0, **env: str) -> Launched:
+def run(arguments: list[str], folder: Path, *, code: int = 0, timeout_s: float = 400.0, **env: str) -> Launched:
     """Launch, wait, and check the exit code and that nothing is left."""
     launched = launch(arguments, folder, **env)
     found = launched.wait(timeout_s)

@@ -31,7 +31,7 @@ def test_answers_finish_under_the_version_that_they_began_with(rl_flags: list[st
         launched.wait_for(lambda: len(train_steps(folder)) >= 1)
         (server,) = launched.find(r"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed 43 ")
         os.kill(server, signal.SIGKILL)
-        assert launched.wait(300) == 0, launched.output()[-3000:]
+        assert launched.wait() == 0, launched.output()[-3000:]
     assert "engine 1 is dead" in launched.output()
     first, *rows = metrics_of(folder)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))

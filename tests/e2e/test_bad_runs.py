@@ -14,7 +14,7 @@ from tests.e2e.launch import run
 pytestmark = pytest.mark.e2e
 
 
-def _last_lines(text: str, count: int = 12) -> str:
+def _last_lines(text: str, count: int = 16) -> str:
     return "\n".join(text.rstrip().splitlines()[-count:])
 
 

@@ -3,11 +3,12 @@
 import json
 import re
 import shlex
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from fusionrl.observe.rollouts import list_rollouts
+from fusionrl.observe.rollouts import list_rollouts, read_rollouts
 from tests.e2e.launch import metrics_of, printed_by, run
 
 pytestmark = pytest.mark.e2e
@@ -23,6 +24,7 @@ def test_a_reward_that_is_always_0_and_then_raises(rl_flags: list[str], tmp_path
     launched = run([*flags, "--rollout-max-response-len", "2", "--run-dir", str(folder)], tmp_path, code=1)
     check_warnings(launched.output(), folder)
     check_failure(launched.output(), folder)
+    check_report(folder)
     command = re.search(r"^to continue: fusionrl train (.*)$", launched.output(), re.MULTILINE)
     offer = re.search(
         r"^with (--reward-failure-value 0) the run continues: such samples", launched.output(), re.MULTILINE
@@ -74,3 +76,16 @@ def check_failure(output: str, folder: Path) -> None:
     assert all(
         name in log for name in ("fusionrl/rewards/reward_call.py", "fusionrl/buffer/actor.py", "tests/e2e/hooks.py")
     )
+
+
+def check_report(folder: Path) -> None:
+    """`fusionrl report` has the warning and the traceback of this run, and no sample of it."""
+    printed_by("report", folder)
+    with tarfile.open(folder / "report.tar.gz") as archive:
+        texts = {member.name: file.read().decode() for member in archive if (file := archive.extractfile(member))}
+    log = texts["report/logs/driver.log"]
+    assert "this rollout teaches nothing" in log and "fusionrl/rewards/reward_call.py" in log
+    assert "--custom-rm-path tests/e2e/hooks.py:never: KeyError: …" in log
+    assert json.loads(texts["report/failure.a1.json"])["process"] == "the Buffer"
+    prompts = {str(row["prompt"]) for row in read_rollouts(folder)}
+    assert len(prompts) > 8 and not [text for text in prompts if any(text in member for member in texts.values())]

@@ -3,6 +3,7 @@
 SIGTERM to the driver: test_security.py. SIGINT to it: test_exactness.py.
 """
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fusionrl.base.wording import LOG_END
 from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.deaths import stop_scheduler
 from tests.e2e.launch import Launched, launch, run, train_steps, trained_prompts
@@ -51,11 +53,15 @@ def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) 
     assert first.wait() == 1
     text = first.output()
     assert "engine 0" in text and "engine-0.log" in text
+    assert text.count(LOG_END) == 1, "the end of the log comes once"
     assert text.rstrip().splitlines()[-1].startswith("logs: "), text[-500:]
     first.assert_nothing_left()
     done = _saved(folder)
     assert done == max(step for _, step in train_steps(folder)), "what is trained is saved, though the engine is dead"
     assert f"the run ended after step {done}; step_{done:06d} has all of it" in " ".join(text.split())
+    failure = json.loads((folder / "failure.a1.json").read_text())
+    assert failure["process"] == "engine 0" and failure["step"] in (done, done + 1), failure
+    assert failure["checkpoint"] == f"step_{done:06d}" and f"to continue: {failure['command']}\n" in text
 
     second = launch(_flags(rl_flags, folder, 100), tmp_path)
     second.wait_for(lambda: _saved(folder) >= done + 1)

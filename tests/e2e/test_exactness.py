@@ -12,10 +12,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fusionrl.runtime.checkpoints import Checkpoint, compare_hashes
-from tests.e2e.launch import launch, metrics_of, printed_by, run, samples_of_step
+from tests.e2e import holds
+from tests.e2e.deaths import router_of, writer_of
+from tests.e2e.launch import launch, metrics_of, printed_by, run, samples_of_step, trained_prompts
 from tools.repeat_runs import first_difference, weights_differ
 
 pytestmark = pytest.mark.e2e
@@ -102,7 +105,10 @@ def test_sft(task: Path, tmp_path: Path) -> None:
 
 @pytest.mark.xdist_group("recorded")
 def test_live_rl_repeats(rl_flags: list[str], recorded: Path, tmp_path: Path) -> None:
-    """The samples of engines, too: other batches and another number of engines give the same numbers and weights."""
+    """The samples of engines, too: other batches and another number of engines give the same numbers and weights.
+
+    So does a run whose router, Buffer and driver are killed, the driver also between the export and the end.
+    """
     made = ["--save-debug-rollout-data", str(recorded / "{rollout_id}.jsonl")]
     other = ["--rollout-num-gpus", "2", "--sglang-max-running-requests", "3"]
     for name, more in (("one", made), ("other", other)):
@@ -115,6 +121,37 @@ def test_live_rl_repeats(rl_flags: list[str], recorded: Path, tmp_path: Path) ->
         assert finding == {"repeatable": None, "reasons": [], "functions": [reward]}
     assert first_difference(tmp_path / "one", tmp_path / "other") == ""
     assert not weights_differ(tmp_path / "one" / "hf", tmp_path / "other" / "hf")
+    strike([*rl_flags, "--num-rollout", "3"], tmp_path / "struck", tmp_path)
+    assert not weights_differ(tmp_path / "one" / "hf", tmp_path / "struck" / "hf")
+
+
+def strike(flags: list[str], folder: Path, tmp_path: Path) -> None:
+    """Run, and kill router, Buffer and driver amid a rollout each: the run continues and loses nothing."""
+    flags += ["--supervise", "--save-interval", "1", "--save-hf", str(folder / "hf"), "--run-dir", str(folder)]
+    with launch([*flags, *holds.flags(folder, rollouts=[0, 1, 2], num_steps=3)], tmp_path) as launched:
+        victims = (
+            lambda: router_of(launched),
+            lambda: writer_of(folder / "logs" / "buffer.a1.log"),
+            lambda: psutil.Process(launched.process.pid).children()[0].pid,
+        )
+        for rollout_id, victim in enumerate(victims):
+            holds.wait_for_held(launched, folder, rollout_id)
+            os.kill(victim(), signal.SIGKILL)
+            holds.let_go(folder, rollout_id)
+        launched.wait_for((folder / "timeline" / "driver.a2.jsonl").exists)
+        driver = victims[-1]()
+        launched.wait_for((folder / "exported.txt").exists, look_s=0.005)  # it ends its actors now, for a second
+        os.kill(driver, signal.SIGKILL)
+        assert launched.wait() == 0, launched.output()[-3000:]
+    for name, count in (("router", 1), ("buffer", 1), ("driver", 2)):
+        assert launched.output().count(f"starting the {name} again") == count
+    assert not (folder / "exported.txt").exists() and (folder / "hf" / "README.md").is_file()
+    rows = {row["step"]: row for row in metrics_of(folder)}
+    assert [rows[step]["attempt"] for step in range(4)] == [1, 1, 2, 3]  # of 2 and 3, the pushes after a resume
+    assert [row["step"] for row in metrics_of(folder) if "train/loss" in row] == [1, 2, 3]
+    assert rows[1]["run/restarts_router"] == 1 and "run/restarts_buffer" not in rows[1]
+    prompts = trained_prompts(folder)
+    assert len(prompts) == len(set(prompts)) == 3 * 8
 
 
 @pytest.mark.parametrize("pipeline", ["async", "async-partial"])

@@ -29,7 +29,7 @@ def test_divided_trainers_and_two_engines(rl_flags: list[str], tmp_path: Path) -
         + ["--sglang-speculative-algorithm", "NGRAM", "--sglang-speculative-num-draft-tokens", "4"]
         + ["--actor-num-gpus-per-node", "4", "--num-gpus-per-node", "4", "--rollout-num-gpus", "2"]
         + ["--colocate", "--num-rollout", "100", "--num-steps-per-rollout", "2", "--verify-weights", "always"]
-        + ["--run-dir", str(folder), "--no-save", "--stall-warn-s", "1"]
+        + ["--run-dir", str(folder), "--no-save", "--stall-warn-s", "1", "--max-restarts", "0"]
         + ["--custom-rm-path", "tests/e2e/hooks.py:hangs"],
         tmp_path,
         FUSIONRL_TEST_FILE=str(hang),

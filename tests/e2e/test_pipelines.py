@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.deaths import kill_and_check, writer_of
+from tests.e2e.deaths import kill_and_check, router_of, writer_of
 from tests.e2e.launch import Launched, launch, metrics_of, run, train_steps, trained_prompts
 from tools.family_loops import make_model
 from tools.rescoring import checkpoint_versions, rescore, saved_samples
@@ -23,14 +23,18 @@ LONG_ANSWERS = ["--rollout-max-response-len", "96", "--admission-lead", "2", "--
 
 
 def loses_an_engine(flags: list[str], folder: Path, tmp_path: Path) -> None:
-    """Run with two engines, and kill one of them after a step; it comes back with the weights of a push."""
+    """Run with two engines, and after a step kill one of them, the Buffer and the router at once; all come back, the
+    engine with the weights of a push."""
     flags += ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--rollout-health-check-interval", "2"]
     with launch(flags, tmp_path) as launched:
         launched.wait_for(lambda: any(attempt == 2 for attempt, _ in train_steps(folder)))
         (server,) = launched.find(r"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed 43 ")
-        os.kill(server, signal.SIGKILL)
-        assert launched.wait(300) == 0, launched.output()[-3000:]
+        for pid in (writer_of(folder / "logs" / "buffer.a2.log"), router_of(launched), server):
+            os.kill(pid, signal.SIGKILL)
+        assert launched.wait() == 0, launched.output()[-3000:]
     assert "engine 1 is dead" in launched.output()
+    last = metrics_of(folder)[-1]
+    assert (last["run/restarts_router"], last["run/restarts_buffer"]) == (1, 1)
 
 
 def _stops_a_rank(launched: Launched, folder: Path) -> bool:
@@ -53,7 +57,8 @@ def raises_in_a_reward(flags: list[str], folder: Path, tmp_path: Path) -> int:
 
 def stops_a_trainer(flags: list[str], folder: Path, tmp_path: Path) -> None:
     """Run with two trainers, of which one is stopped, which the watchdog says, and then dies."""
-    first = launch([*flags, "--save-interval", "1", "--num-rollout", "8", "--stall-warn-s", "0.5"], tmp_path)
+    ends = ["--save-interval", "1", "--num-rollout", "8", "--stall-warn-s", "0.5", "--max-restarts", "0"]
+    first = launch([*flags, *ends], tmp_path)
     stalls = partial(_stops_a_rank, first, folder)
     kill_and_check(first, folder, stalls, "trainer-1.a1.log", "trainer rank 1 died: its process ")
     line = next(line for line in first.output().splitlines() if NOT_THERE in line)
@@ -105,7 +110,8 @@ def test_a_pipeline(
         stops_a_trainer(given, folder, tmp_path)
         run([*given, *WORKER, *go_on], tmp_path)
     else:  # in the middle of a version
-        first = launch([*given, "--colocate", "--save-interval", "1", "--num-rollout", "100"], tmp_path)
+        short = ["--save-interval", "1", "--num-rollout", "100", "--max-restarts", "0"]
+        first = launch([*given, "--colocate", *short], tmp_path)
         saved = folder / "checkpoints" / "step_000002" / "manifest.json"
         kill_and_check(first, folder, saved.is_file, "router.log", "of the router at http")
         run([*given, *go_on], tmp_path)

@@ -106,7 +106,7 @@ def test_two_groups_of_which_one_engine_spans_two_nodes(
             holds.wait_for_held(launched, folder, 1)
             part.send_signal(signal.SIGKILL)
             holds.let_go(folder, 1)
-            assert launched.wait(300) == 0, launched.output()[-3000:]
+            assert launched.wait() == 0, launched.output()[-3000:]
         psutil.wait_procs([head], timeout=60)
         deadline = time.monotonic() + 60  # actors of a joined cluster may outlive the driver for a moment
         while _servers(model) and time.monotonic() < deadline:

@@ -91,6 +91,41 @@ def test_the_second_wrong_answer_ends_the_request_and_names_the_engine_and_the_f
     serve(answer, use)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_versions": [{"version": "2", "start": 0, "end": 3}]},
+        {"weight_versions": [{"version": "default", "start": 0, "end": 3}]},
+        {"weight_versions": None, "weight_version": "2"},
+    ],
+    ids=str,
+)
+def test_an_answer_of_older_weights_than_were_pushed_is_refused(changes: dict[str, Any], is_stream: bool) -> None:
+    """As of an engine that another user has started again: another one is asked, and named if it is stale, too."""
+    stale = orjson.dumps(GOOD | {"meta_info": GOOD["meta_info"] | changes})
+    asked_of: list[int] = []
+    least: list[int | None] = [3]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        asked_of.append(request.app[NUMBER])
+        return _respond(request, stale if request.app[NUMBER] == 0 else orjson.dumps(GOOD), is_stream)
+
+    async def use(urls: list[str]) -> None:
+        settings: Any = {"engine_urls": urls, "stream_responses": is_stream, "least_version": lambda: least[0]}
+        async with GenerateClient(urls[0], None, 30.0, **settings) as client:
+            assert (await client.generate(PAYLOAD)).weight_versions == [(3, 1), (4, 2)]
+            assert asked_of == [0, 1]
+            least[0] = 4
+            with pytest.raises(AnswerError, match=r"http://127.*is 3, and version 4 was pushed before the request"):
+                await client.generate(PAYLOAD)
+            least[0] = None  # nothing was pushed
+            assert (await client.generate(PAYLOAD)).weight_versions[0][0] in (2, "default")
+
+    serve(answer, use)
+
+
 def test_siblings_of_one_request_get_as_many_answers_as_they_are() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         count = len((await request.json())["input_ids"]) - (request.app[NUMBER] == 0)

@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import requests
 from aiohttp import web
 
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.http import post
+from fusionrl.engines.http import call, post
 from fusionrl.engines.router import Router
 from tests.engines.streaming import Engine, serve
 
@@ -182,3 +184,110 @@ def test_each_port_is_reserved_where_it_is_bound(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("fusionrl.engines.router.start_on_free_ports", lambda asked, *_: hosts.extend(asked))
     Router("192.0.2.1", str(tmp_path)).start()
     assert hosts == ["192.0.2.1", "127.0.0.1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_router_that_dies_or_hangs_is_back_at_its_address(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request under way is answered; an engine that was taken out stays out, and the counters continue."""
+    monkeypatch.setattr("fusionrl.engines.router._HANGS_S", 1.0)
+    deaths, router = list[RuntimeError](), Router("127.0.0.1", str(tmp_path))
+    engine, gone = Engine(TOKENS, len(PROMPT), faults=[("status", 503), ("hang", 0)]), Engine(TOKENS, len(PROMPT))
+    router.start()
+
+    async def use(*urls: str) -> None:
+        for url in urls:
+            await asyncio.to_thread(router.add_worker, url)
+        await asyncio.to_thread(router.remove_worker, gone.url)
+        async with GenerateClient(router.url, None, 60.0, 4) as client:
+            asking = asyncio.create_task(
+                client.generate({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}})
+            )
+            while len(engine.asked) < 2:
+                await asyncio.sleep(0.01)
+            before = await asyncio.to_thread(router.num_retries)
+            assert router._process is not None and before == 1 and router.find_fault() is None
+            address, pid = router.url, router._process.pid
+            os.kill(pid, number)
+            if number == signal.SIGKILL:
+                assert await asyncio.to_thread(router._process.wait_exit, 10.0)
+                with pytest.raises(
+                    RuntimeError, match=r"supervision of the router at \S+: the process ended \(killed by"
+                ):
+                    await asyncio.to_thread(router.check_alive)  # it may not be started again
+                assert "killed by SIGKILL" in str(router.find_fault())
+            router._on_death = deaths.append
+            await asyncio.to_thread(router.check_alive)
+            assert (await asking).tokens.tolist() == TOKENS[:4]
+        assert router.url == address and router._process.pid != pid
+        assert [worker["url"] for worker in await asyncio.to_thread(router.workers)] == [engine.url]
+        assert await asyncio.to_thread(router.num_retries) >= before
+
+    try:
+        serve(engine, use, gone)
+    finally:
+        router.shutdown()
+    (death,) = deaths
+    assert ("does not answer" if number == signal.SIGSTOP else "killed by SIGKILL") in str(death)
+    assert gone.asked == []
+
+
+def test_a_router_that_dies_in_a_call_of_the_run_is_back_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths = list[RuntimeError]()
+    router = Router("127.0.0.1", str(tmp_path), on_death=deaths.append)
+    engine, second = Engine(TOKENS, len(PROMPT)), Engine(TOKENS, len(PROMPT))
+    router.start()
+
+    def dies(method: str, url: str, *rest: Any, **more: Any) -> object:
+        if url.endswith("/workers") and method in methods:
+            methods.remove(method)
+            assert router._process is not None
+            os.kill(router._process.pid, signal.SIGKILL)
+        return call(method, url, *rest, **more)
+
+    async def use(*urls: str) -> None:
+        for url in urls:
+            await asyncio.to_thread(router.add_worker, url)
+        listed = await asyncio.to_thread(router.workers)
+        assert sorted(str(worker["url"]) for worker in listed) == sorted([engine.url, second.url])
+
+    methods = ["POST", "GET"]
+    monkeypatch.setattr("fusionrl.engines.router.call", dies)
+    try:
+        serve(engine, use, second)
+    finally:
+        router.shutdown()
+    assert len(deaths) == 2 and methods == []
+
+
+def test_an_engine_that_a_new_router_does_not_take_at_once_is_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Router("127.0.0.1", str(tmp_path), on_death=lambda death: None)
+    engine = Engine(TOKENS, len(PROMPT))
+    router.start()
+    register = router._register
+
+    def refuses_once(url: str, api_key: str | None) -> None:
+        monkeypatch.setattr(router, "_register", register)
+        raise RuntimeError("it does not answer")
+
+    async def use(url: str) -> None:
+        await asyncio.to_thread(router.add_worker, url)
+        monkeypatch.setattr(router, "_register", refuses_once)
+        assert router._process is not None
+        os.kill(router._process.pid, signal.SIGKILL)
+        assert await asyncio.to_thread(router._process.wait_exit, 10.0)
+        assert await asyncio.to_thread(router.workers) == []
+        await asyncio.to_thread(router.check_alive)
+        async with GenerateClient(router.url, None, 60.0, 4) as client:
+            answer = await client.generate({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}})
+        assert answer.tokens.tolist() == TOKENS[:4]
+
+    try:
+        serve(engine, use)
+    finally:
+        router.shutdown()

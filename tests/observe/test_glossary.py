@@ -24,7 +24,7 @@ HOW = (
     "declare it in METRICS of the module that computes it, or correct the declaration of the old name, "
     "and run: python -m fusionrl.cli metrics > docs/reference/metrics.md"
 )
-_METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm|hardware)/[\w{}/@]+")
+_METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm|hardware|run)/[\w{}/@]+")
 # `PolicyTrainer.evaluate_loss` answers with the first two; the driver reports them with the set's name. The last one is
 # filled in with "timeout" and "crash", see `RewardPool`.
 NO_METRICS = {"eval/loss", "eval/num_tokens", "eval/reward_{}"}

@@ -284,3 +284,11 @@ def test_a_late_reward_is_named(tmp_path: Path) -> None:
     recorded = read_attempt(run, 1)
     first, _ = summarize_steps(recorded, steps_of(run, recorded))
     assert first.bound == "generation (60 %), most of it for sample 28: all wait for its reward"
+
+
+def test_samples_of_steps_without_files_belong_to_the_step_in_which_they_ended(run: Path) -> None:
+    """--keep-rollouts has deleted the files of the first steps."""
+    recorded = read_attempt(run, 1)
+    before = {step: len(courses) for step, courses in steps_of(run, recorded).items()}
+    (run / "rollouts" / "step_000001.train.a1.jsonl").unlink()
+    assert {step: len(courses) for step, courses in steps_of(run, recorded).items()} == before and before[1] == 20

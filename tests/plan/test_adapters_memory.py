@@ -18,6 +18,7 @@ from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.plan.render import render_plan
 from fusionrl.plan.trained_parts import adapter_push, adapter_slots, frozen_of
 from fusionrl.plan.trainer_plan import auxiliary_config
+from tests.clock import here_s
 from tests.plan.shapes import SMALL
 
 TINY = shape_from_hf_config(SMALL)
@@ -74,7 +75,7 @@ def test_the_optimizer_is_at_most_two_percent_of_full_trainings(
     started = time.process_time()
     planned, config = plan(shape, machine, **values)
     text = render_plan(planned, config)
-    assert time.process_time() - started < 5  # a cache that is missing takes a minute
+    assert time.process_time() - started < here_s(20)  # a cache that is missing takes a minute
     assert 0 < share(planned, config) < 0.02
     assert re.search(rf"^verdict    {verdict}", text, re.MULTILINE), text
 

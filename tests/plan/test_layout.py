@@ -137,3 +137,15 @@ def test_what_is_named_would_do(flags: dict[str, int], size: str, fitting: int) 
     for text in re.findall(r"\d+", names[1]):
         again = plan_errors(Config.from_flat(flags | {field: int(text)}), 0, shape_from_hf_config(MODEL))
         assert not any(names[0].partition(":")[0] + ":" in error for error in again), (text, again)
+
+
+@pytest.mark.parametrize("layout", [TrainerLayout(8, tp=2, pp=2), TrainerLayout(8, tp=2, pp=2, ep=2), TrainerLayout(4)])
+def test_ranks_that_share_parameters(layout: TrainerLayout) -> None:
+    """A smaller layout's rank finds all of its parameters there, and asks no rank of another pipeline stage."""
+    smaller = layout.smaller(layout.world_size - 1)
+    assert smaller is not None
+    for rank in range(smaller.world_size):
+        place, found = smaller.coordinates(rank), layout.with_parameters_of(smaller.holders(rank))
+        others = {other: layout.coordinates(other) for other in range(layout.world_size)}
+        assert all(others[other].pp == place.pp for other in found)
+        assert {other for other, at in others.items() if (at.tp, at.pp) == (place.tp, place.pp)} <= set(found)

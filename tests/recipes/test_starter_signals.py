@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 STARTERS = Path(__file__).parents[2] / "scripts" / "cluster"
+# The head is there a moment after its start.
 RAY = """#!/bin/bash
+case " $* " in *" --head "*) sleep 0.5 ;; esac
 echo $$ >"$NOTES/ray-$$"
 trap 'exit 0' TERM
 while :; do sleep 0.05; done
@@ -20,6 +22,7 @@ PYTHON = """#!/bin/bash
 ls "$NOTES" | grep -c ray-
 """
 SSH = """#!/bin/bash
+ls "$NOTES" | grep -q ray- || { echo "started before the head answers" >&2; exit 1; }
 echo $$ >"$NOTES/ssh"
 exec bash -c "${@: -1}"
 """

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
 from fusionrl.rewards.reward_call import LostReward, RewardCall, RewardRaised, Scorer
+from tests.own_process import wait_until
 
 GUILTY = 7
 HOOKS = """
@@ -263,3 +265,25 @@ def test_nothing_is_left_when_it_is_closed(hooks: str) -> None:
     assert processes and all(process.returncode is not None for process in processes)
     with pytest.raises(RuntimeError, match="closed"):
         submit(pool, f"{hooks}:plain", [1], 1.0)
+
+
+def test_a_pool_closed_with_new_work_ends_without_a_word(hooks: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Jobs that arrive just before `close`: nothing looks at them once the processes have ended."""
+    pool, is_held, close_is_asked = RewardPool(1), threading.Event(), threading.Event()
+    score(pool, f"{hooks}:plain", 1, 60.0)
+
+    def hold() -> None:  # so that one turn of the loop takes the job and the request to stop, and the work is left
+        is_held.set()
+        close_is_asked.wait(30)
+
+    pool._event_loop.call_soon_threadsafe(hold)
+    assert is_held.wait(30)
+    futures, _ = submit(pool, f"{hooks}:plain", [1], 60.0)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    wait_until(lambda: pool._closed)
+    with pool._lock:  # `close` has told the loop to stop when it gives the lock back
+        close_is_asked.set()
+    closing.join(30)
+    assert futures[0].cancelled() and pool._event_loop.is_closed()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.config import Config
+from fusionrl.runtime.restarts import Restarts
 from fusionrl.runtime.run import Run
 from fusionrl.runtime.supervisor import StopSignal
 from fusionrl.weights.remote_calls import get, put
@@ -29,11 +30,6 @@ class Trainers(list[str]):
         return [put(answer) for answer in getattr(self, method)(*args)]
 
 
-def _method(function: Callable[..., object]) -> SimpleNamespace:
-    """A method of an actor."""
-    return SimpleNamespace(remote=lambda *args: put(function(*args)))
-
-
 class Cluster:
     """Actors that note what they are asked; at the `n`-th call of a name in `stops` SIGTERM comes."""
 
@@ -47,6 +43,7 @@ class Cluster:
         self.weights = SimpleNamespace(version=0, push=self.push, prepare_round=lambda: None)
         self.profiling, self.clocks, self.engines, self.check_engines = Mock(), Mock(), Mock(), Mock()
         self.hardware = Mock(**{"measure.return_value": {}})
+        self.restarts = Restarts(3)
         self.buffer = SimpleNamespace(
             start_rollout=lambda rollout_id, version: rollout_id,
             wait_rollout=self.generate,
@@ -55,17 +52,25 @@ class Cluster:
             wait_evaluation=self.evaluate,
             add_trained=lambda *_: None,
             next_rollout=lambda rollout_id: rollout_id,
-            actor=SimpleNamespace(validation_shards=_method(dict)),
+            validation_shards=dict,
+            last_done=-1,
+            check=lambda timeout_s: None,
         )
         self.supervisor = SimpleNamespace(wait=get)
+        self.recovery = SimpleNamespace(
+            train=lambda rollout: self.trainers.train(rollout.rollout_id, rollout.shards),
+            retry=lambda call, **_: call(),
+            take_snapshot_if_due=lambda rollout_id: None,
+            is_behind=False,
+        )
 
     def stream(self, interval: int) -> None:
         """Have a stream that is pushed to after `interval` rollouts."""
-        self.buffer.actor = SimpleNamespace(
-            begin_stream=_method(lambda number: None),
-            rollout_trained=_method(lambda: sum(line.startswith("train") for line in self.log) % interval == 0),
-            weights_pushed=_method(lambda version: None),
-            end_stream=_method(lambda: self.log.append("stop")),
+        vars(self.buffer).update(
+            begin_stream=lambda bring_weights: None,
+            rollout_trained=lambda: sum(line.startswith("train") for line in self.log) % interval == 0,
+            weights_pushed=lambda version: None,
+            end_stream=lambda: self.log.append("stop"),
         )
 
     def _note(self, what: str) -> None:
@@ -137,5 +142,5 @@ def run_of(cluster: Any, stop: StopSignal, num_rollout: int = 2, **flags: Any) -
     config = Config.from_flat({"eval_interval": 1, "skip_eval_before_train": True} | flags)
     bundles = ((2,),) if flags.get("eval_num_gpus") else ()
     plan: Any = SimpleNamespace(num_rollout=num_rollout, transport="broadcast", eval_bundles=bundles)
-    plan.engines_give_memory = False
+    plan.engines_give_memory = plan.trainers_give_memory = plan.takes_turns = False
     return Run(config, plan, Path(), cluster, diary, diary, stop, 0, -1), diary

@@ -46,12 +46,34 @@ def test_on_a_cpu(tmp_path: Path):
     assert CUMEM not in env and PEERS_VARIABLE not in env
 
 
+@pytest.mark.parametrize(("num_looks", "gone", "known"), [(3, set(), set()), (100, {1}, set()), (100, {1}, {1, 2})])
+def test_other_devices_are_waited_for(
+    num_looks: int, gone: set[int], known: set[int], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """After a node has died Ray takes a moment to give some, or has none."""
+    looks, clock = 0, [0.0]
+
+    def places(*_: object) -> list[Any]:
+        nonlocal looks
+        looks += 1
+        return [SimpleNamespace(index=0, node_id="a"), SimpleNamespace(index=1, node_id="bc"[looks >= num_looks])]
+
+    monkeypatch.setattr(launcher, "places_now", places)
+    monkeypatch.setattr(launcher.ray, "nodes", lambda: [{"NodeID": node, "Alive": node != "b"} for node in "abc"])
+    time = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda s: clock.append(clock.pop() + s))
+    monkeypatch.setattr(launcher, "time", time)
+    finding = Launcher(Config(), plan(rollout_num_gpus=1), tmp_path, 1, Mock())
+    finding._group = Mock()
+    assert finding.find_places(known) == gone
+    assert looks == num_looks or (clock[0] > 5) == (not known)
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_router_without_a_key_is_for_one_machine_alone(is_alone: bool, tmp_path: Path, monkeypatch: Any) -> None:
     begun: Any = SimpleNamespace(folder=tmp_path, begin=lambda *_: None, environment=dict)
     monkeypatch.setattr(launcher, "start_ray", lambda *_, **__: True)
     monkeypatch.setattr(launcher, "is_alone", lambda: is_alone)
-    monkeypatch.setattr(launcher, "place_devices", lambda *_: (None, []))
+    monkeypatch.setattr(launcher, "place_devices", lambda *_, **__: (None, []))
     config = Config.from_flat({"router_api_key": "none", "ray_address": "10.0.0.1:6379"})
     starting = Launcher(config, plan(rollout_num_gpus=1), tmp_path, 1, begun)
     if is_alone:
@@ -86,7 +108,9 @@ def test_an_actor_that_the_kernel_killed(kills: str, tmp_path: Path) -> None:
     registry, actor = ActorRegistry(), SimpleNamespace()
     untyped: Any = registry
     untyped._memory_kills = SimpleNamespace(sentence=lambda: kills)
-    untyped._dead = lambda error: [(Member("trainer rank 3", actor, tmp_path / "x.log"), "its process 4711 ended")]
+    untyped._dead = lambda error, among: [
+        (Member("trainer rank 3", actor, tmp_path / "x.log"), "its process 4711 ended", None)
+    ]
     said = str(registry.explain(OSError("Connection closed")))
     assert said.startswith("trainer rank 3 died: its process 4711 ended. ")
     assert ("the kernel has killed" in said) == bool(kills)

@@ -16,7 +16,7 @@ from fusionrl.runtime import loops
 from fusionrl.runtime.checkpoints import Checkpoint, Checkpoints, Saver
 from fusionrl.runtime.run import Run
 from fusionrl.runtime.supervisor import StopSignal
-from fusionrl.weights.remote_calls import put
+from fusionrl.weights.remote_calls import get, put
 from tests.runtime.run_fakes import Cluster, Diary, run_of
 
 
@@ -197,7 +197,8 @@ def failing(path: Path, at: str, disk: MagicMock | None = None, **flags: Any) ->
     cluster = Cluster()
     run, diary = run_of(cluster, StopSignal(), 4, **flags)
     disk = disk or disk_of()
-    actors: Any = SimpleNamespace(buffer=SimpleNamespace(actor=disk), trainers=disk)
+    buffer = SimpleNamespace(ask=lambda method, *args: getattr(disk, method).remote(*args), wait=get, num_replaced=0)
+    actors: Any = SimpleNamespace(buffer=buffer, trainers=disk)
     run.saver = Saver(run.config, run.plan, actors, Checkpoints(path), -1, lambda text: None)
     cluster.error_at = at
     return run, diary
@@ -207,6 +208,28 @@ def rescued(run: Run, loop: loops.Loop = loops.on_policy) -> None:
     with pytest.raises(RuntimeError, match="failed"):
         loop(run)
     run.rescue()
+
+
+def test_the_buffer_s_file_and_hash_are_of_one_buffer(tmp_path: Path) -> None:
+    """One that replaces another has not the answers of its stream."""
+    run, _ = failing(tmp_path, "", verify_checkpoints=True)
+    buffer: Any = run.saver._actors.buffer
+    writes = []
+
+    def ask(method: str, path: str, rollout_id: int) -> Any:
+        writes.append(buffer.num_replaced)
+        Path(path).write_text("{}")
+        return put(None)
+
+    def call(method: str, rollout_id: int) -> str:
+        buffer.num_replaced = 1  # the first time it dies in the call
+        return f"{method} of Buffer {buffer.num_replaced}"
+
+    buffer.ask, buffer.call = ask, call
+    run.saver._actors.trainers.state_hashes.return_value = [put({"rank": 0})]
+    run.saver.save(0, {})
+    manifest = json.loads(next(tmp_path.glob("step_*/manifest.json")).read_text())
+    assert writes == [0, 1] and manifest["hashes"]["buffer"] == "state_hash of Buffer 1"
 
 
 def saved(path: Path) -> list[str]:
@@ -237,6 +260,16 @@ def test_a_part_of_a_step_is_not_saved(ranks: list[Any], tmp_path: Path, caplog:
     rescued(run)
     assert saved(tmp_path) == []
     assert "could not be saved: the error interrupted the training of step 2" in caplog.text
+
+
+def test_older_weights_are_not_saved_as_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Trainers that did not come back may have those of a snapshot, or of the beginning."""
+    run, _ = failing(tmp_path, "train 1")
+    run.actors.trainers.last_trained = lambda: [-1, -1]
+    run.actors.recovery.is_behind = True
+    rescued(run)
+    assert saved(tmp_path) == []
+    assert "could not be saved: the trainers did not come back with the weights of step 1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ class PoolRouter(fakes.Router):
 
     def check_alive(self) -> None: ...
 
+    def find_fault(self) -> None: ...
+
     def shutdown(self) -> None: ...
 
     def num_retries(self) -> int:
@@ -186,7 +188,8 @@ def test_around_a_push_everyone_is_asked(fleet: Any, makes_tokens: bool) -> None
     it = fleet(3, interval=1000.0)
     assert it.group.replace_silent(makes_tokens=makes_tokens) == 0
     it.set(1, "hangs")
-    it.engines[2].die.remote()
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(it.engines[2].die.remote())
     assert it.group.replace_silent(makes_tokens=makes_tokens) == 2
     assert it.router.urls == ["http://0.1"] and it.group.num_out == 2
     it.set(0, "hangs")

@@ -86,7 +86,7 @@ def test_bitwise_in_one_process_has_the_variables_of_trainers(tmp_path: Path) ->
     made = make_plan("cuda", actor_num_gpus_per_node=1, colocate=True)
     start = SimpleNamespace(begin=lambda *_: None, folder=tmp_path)
     launcher = LocalLauncher(Config.from_flat({"bitwise": True}), made, tmp_path, 0, start)
-    with patch.dict(os.environ):
+    with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0"}):
         launcher.start()
         assert os.environ.items() >= DETERMINISTIC_GPU.items()
 

@@ -59,3 +59,12 @@ def test_close_sweeps_and_leaves_others_alone() -> None:
     assert other.poll() is None
     other.kill()
     other.wait()
+
+
+def test_a_driver_that_is_killed_has_a_last_line() -> None:
+    """Also one that the kernel kills as /dev/shm is full; a driver that ends by itself has said why."""
+    driver = "import os, sys; from fusionrl.runtime.guard import Guard; guard = Guard(); "
+    for end, said in (("os.kill(os.getpid(), 9)", True), ("guard.close()", False)):
+        command = [sys.executable, "-c", driver + end]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+        assert ("failed: the driver ended without a message of its own" in output) == said

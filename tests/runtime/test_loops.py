@@ -16,7 +16,8 @@ from fusionrl.config.user_code import HookError
 from fusionrl.observe import spans
 from fusionrl.observe.timeline.records import read_attempt
 from fusionrl.runtime import loops
-from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost, PendingRound
+from fusionrl.runtime.buffer_calls import PendingCall
+from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost
 from fusionrl.runtime.loops import idle_shares, on_policy, streamed
 from fusionrl.runtime.supervisor import StopSignal, Terminated
 from tests.runtime.run_fakes import Cluster, run_of
@@ -283,8 +284,8 @@ def waited(engines: list[str], num_died: int = 0, error: Exception | None = None
     calls = Mock()
     calls.attach_mock(pool.begin_round, "begin_round")
     calls.attach_mock(supervisor.wait, "wait")
-    started: Any = PendingRound(ref=None, faults={"engines_died": 4.0})  # type: ignore[arg-type]
-    metrics = BufferHandle(pool, supervisor).wait_evaluation(started)
+    started: Any = PendingCall(None, None, Mock(), {"engines_died": 4.0})  # type: ignore[arg-type]
+    metrics = BufferHandle(pool, supervisor, Mock(), None).wait_evaluation(started)
     return [name for name, *_ in calls.mock_calls], metrics
 
 

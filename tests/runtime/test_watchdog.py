@@ -14,9 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 from fusionrl.observe import spans
-from fusionrl.observe.stalls import EngineLoad, LatePhase
+from fusionrl.observe.stalls import EngineLoad, LatePhase, ProcessState
 from fusionrl.runtime import watchdog as watchdog_module
-from fusionrl.runtime.watchdog import Stalled, Watchdog
+from fusionrl.runtime.watchdog import Stalled, Watchdog, are_trainers_to_blame
 from fusionrl.weights.remote_calls import waited_for, waiting
 from tests.own_process import wait_until
 
@@ -66,6 +66,54 @@ def test_a_wait_is_told_and_ended(logs: Path, caplog: pytest.LogCaptureFixture) 
     assert "stuck_in_a_push" in main and "in _watch" in others
     assert caplog.text.count('"push" has taken') == len(files)
     assert watchdog.ended_by(KeyboardInterrupt()) and watchdog.ended_by(ValueError("another")) is None
+
+
+@pytest.mark.parametrize(
+    ("waits", "troubles", "expected"),
+    [
+        (["trainer rank 0", "trainer rank 1"], {}, True),  # a collective that hangs
+        (["trainer rank 0"], {"trainer-1": "stopped by a signal"}, True),
+        (["trainer rank 0"], {"buffer": "waits for a disk or a driver"}, False),
+        (["critic rank 1"], {"reward-worker-3": "dead"}, True),  # which has not been collected
+        (["trainer 1: push_weights"], {}, False),  # it may wait for an engine
+        (["trainer 1: push_weights"], {"trainer-1": "stopped by a signal"}, True),
+        (["trainer rank 0", "engine 1: pause"], {}, False),
+        ([], {"trainer-1": "stopped by a signal"}, False),
+    ],
+)
+def test_trainers_are_to_blame_where_no_other_process_is(
+    waits: list[str], troubles: dict[str, str], expected: bool
+) -> None:
+    seen = [ProcessState(role, 7, "host", "", trouble, "") for role, trouble in troubles.items()]
+    assert are_trainers_to_blame(waits, seen) is expected
+
+
+def test_trainers_that_stall_are_ended_and_the_run_is_not(logs: Path) -> None:
+    ended = threading.Event()
+    lines: list[str] = []
+
+    def end(line: str) -> bool:
+        lines.append(line)
+        ended.set()
+        return True
+
+    with Watchdog(logs, 1, probes(), floor_s=0.1, timeout_s=0.5, end_trainers=end) as watchdog:
+        with spans.phase("train"), waiting(lambda: ["trainer rank 1"]):
+            assert ended.wait(60.0)
+        assert watchdog.verdict is None
+    assert "waits for trainer rank 1" in lines[0] and lines[0].endswith("--stall-timeout-s 0.5")
+
+
+def test_trainers_that_were_ended_have_time_to_be_missed(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As much again, from their end: Ray learns late of a death on another node."""
+    ended: list[float] = []
+    with Watchdog(
+        logs, 1, probes(), floor_s=0.1, timeout_s=1.0, end_trainers=lambda line: not ended.append(time.monotonic())
+    ) as watchdog:
+        with pytest.raises(KeyboardInterrupt), spans.phase("train"), waiting(lambda: ["trainer rank 1"]):
+            threading.Event().wait(60.0)
+        assert watchdog.verdict is not None and len(ended) == 1
+        assert time.monotonic() - ended[0] >= 1.0
 
 
 def test_a_phase_that_was_spoken_of_ends(logs: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +176,7 @@ def test_the_line_of_a_path_with_a_comma_and_every_thread_s_stack(logs: Path) ->
     watchdog = Watchdog(logs, 1, probes())
 
     def reported_by_a_thread() -> None:
-        lines.append(watchdog.report(LatePhase("train", 9.0, None, 1)))
+        lines.append(watchdog.report(LatePhase("train", 9.0, None, 1))[2])
 
     def ask() -> None:
         asker = threading.Thread(target=reported_by_a_thread, name="asker")

@@ -14,7 +14,9 @@ from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push_plan import EngineTarget
 from fusionrl.runtime import run_actors, weight_sync
+from fusionrl.runtime import trainers as trainers_module
 from fusionrl.runtime.run_actors import start_all
+from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.runtime.weight_sync import WeightSync
 from tests.plan.shapes import SMALL
 from tests.plan.test_plan import plan as make_plan
@@ -62,16 +64,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
 
 
 def sync_of(
-    num_engines: int, engines: dict[str, Any], when: str = "never", external: Any = None, **plan: Any
+    num_engines: int, engines: dict[str, Any], verify_weights: str = "never", external: Any = None, **plan: Any
 ) -> WeightSync:
     """The sync of a run with `num_engines` engines of the policy, perhaps more that evaluate."""
+    flags = {"verify_weights": verify_weights, "verify_weights_interval": plan.pop("verify_weights_interval", None)}
     pool: Any = SimpleNamespace(**{"is_recovering": False, "is_memory_away": False} | engines)
     facts = {"transport": "broadcast", "device": "cpu", "knobs": None, "takes_turns": False, "has_pairs": False}
     facts |= {"lora_push": None}
     facts |= {"precision": "fp32", "rollout_dtype": "fp32", "shape": SimpleNamespace(vocab_size=8, vision=None)}
     made: Any = SimpleNamespace(num_engines=num_engines, **{"engines_give_memory": False} | facts | plan)
-    trainers: Any = SimpleNamespace(policy=[])
-    return WeightSync(Config.from_flat({"verify_weights": when}), made, Path("run"), trainers, pool, "key", external)
+    trainers: Any = SimpleNamespace(policy=[], plan=made)
+    return WeightSync(Config.from_flat(flags), made, Path("run"), trainers, pool, "key", external)
 
 
 def targets_of(*indices: int) -> list[EngineTarget]:
@@ -151,14 +154,31 @@ def test_engines_that_evaluate_get_the_first_push_and_those_before_an_evaluation
     assert [indices for name, indices in calls if name == "verify"] == both
 
 
-@pytest.mark.parametrize(("when", "verified"), [("first", [0, 2]), ("never", []), ("always", [0, 1, 2])])
-def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(calls, when, verified) -> None:
-    engines = {"targets": lambda: targets_of(0), "urls": ["0"], "evaluation": SimpleNamespace(urls=[])}
-    external_engines: Any = SimpleNamespace(has_new=False, targets=lambda: [], pushed_urls=[], admit=lambda: None)
-    sync = sync_of(1, engines, when, external_engines)
+@pytest.mark.parametrize(
+    ("flags", "verified"),
+    [
+        ({"verify_weights": "never"}, []),
+        ({"verify_weights": "always"}, [0, 1, 2, 3, 4, 5]),
+        ({"verify_weights": "first"}, [0, 2, 3, 5]),
+        ({"verify_weights": "first", "verify_weights_interval": 4}, [0, 2, 3, 4, 5]),
+    ],
+    ids=str,
+)
+def test_the_first_push_to_a_process_or_from_new_trainers_is_verified(calls, flags, verified) -> None:
+    """An engine of others joins with push 2, the run's own was restarted before push 3, the trainers before push 5."""
+    own, external = targets_of(0, 7)
+    targets: dict[str, list[EngineTarget]] = {"own": [own], "external": []}
+    engines = {"targets": lambda: targets["own"], "urls": ["0"], "evaluation": SimpleNamespace(urls=[])}
+    external_engines: Any = SimpleNamespace(targets=lambda: targets["external"], pushed_urls=[], admit=lambda: None)
+    sync = sync_of(1, engines, external=external_engines, **flags)
     found = []
-    for version in range(3):
-        external_engines.has_new = version == 2
+    for version in range(6):
+        if version == 2:
+            targets["external"], external_engines.pushed_urls = [external], ["7"]
+        if version == 3:
+            targets["own"] = [replace(own, num_restarts=1)]
+        if version == 5:
+            sync._trainers.policy[:] = ["another rank"]
         calls.clear()
         sync.push(version)
         found += [version] if "verify" in dict(calls) else []
@@ -168,7 +188,7 @@ def test_the_first_push_of_an_engine_of_others_is_verified_as_the_runs_first_is(
 def test_guests_get_requests_once_the_push_has_gone_well_without_those_that_broke_it(monkeypatch: Any) -> None:
     own, good, bad = targets_of(0, 5, 6)
     error, pushed = RuntimeError("engine 6: size mismatch"), list[list[EngineTarget]]()
-    guests = Mock(has_new=True, pushed_urls=[])
+    guests = Mock(pushed_urls=[])
     guests.targets.side_effect = lambda: [good] if guests.drop_culprits.called else [good, bad]
 
     def push(targets: list[EngineTarget]) -> dict[str, float]:
@@ -205,7 +225,7 @@ def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch:
     push = Mock(side_effect=RuntimeError("an engine is gone"))
     monkeypatch.setattr(weight_sync, "Push", pushing(push))
     engines = RECOVERING | {"finish_starts": lambda with_evaluation: False, "targets": lambda: targets_of(0)}
-    guests: Any = SimpleNamespace(has_new=False, targets=lambda: [], drop_culprits=lambda error: push.call_count < 5)
+    guests: Any = SimpleNamespace(targets=lambda: [], drop_culprits=lambda error: push.call_count < 5)
     tries = weight_sync._MAX_PUSHES
     for shares, external, wanted in ((True, guests, 1), (False, guests, 5), (True, None, 1), (False, None, tries)):
         push.reset_mock()
@@ -270,8 +290,10 @@ class Engines:
 class Trainers:
     """As `TrainerGroups`: a group or two on the same device."""
 
+    start = TrainerGroups.start
+
     def __init__(self, device: Device) -> None:
-        self.device = device
+        self.device, self.plan = device, device.plan
         self.policy: list[str] = []
         self.auxiliaries: list[str] = []
 
@@ -305,11 +327,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         device = Device(plan)
         engines, trainers = Engines(device), Trainers(device)
         groups = (["policy"], ["critic"] if plan.auxiliary else [])
-        launcher = SimpleNamespace(make_trainers=lambda: groups, make_buffer=lambda: "buffer")
+        launcher = SimpleNamespace(make_trainers=lambda _: groups)
         launcher.setup_trainers = trainers.setup
-        setup = SimpleNamespace(remote=lambda endpoints: {"num_too_long": 0})
-        buffer = SimpleNamespace(start=lambda actor: "prepared", actor=SimpleNamespace(setup=setup))
+        buffer = SimpleNamespace(start=lambda: "prepared", setup=lambda endpoints: {"num_too_long": 0})
         monkeypatch.setattr(run_actors, "gather", lambda refs, check: refs)
+        monkeypatch.setattr(trainers_module, "gather", lambda refs, check: refs)
         check = SimpleNamespace(
             compare_tensors=lambda: trainers.need("tensors are compared", {WEIGHTS}, {WEIGHTS}),
             ask_probe=lambda: trainers.need("probe", set(), ALL_OF_ENGINE),

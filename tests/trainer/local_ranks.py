@@ -1,6 +1,7 @@
 """Processes on this machine that hold one trainer rank after the other, without Ray: starting one costs seconds."""
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
@@ -39,6 +40,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     warnings.filterwarnings("ignore")
+    faulthandler.enable()  # pytest enables it in its own process only
     import tests.trainer.rank_imports  # noqa: F401  # Megatron; a fork has it already
     from fusionrl.trainer.policy import PolicyTrainer
     from fusionrl.trainer.trainer_base import CriticTrainer, ProcessRewardTrainer
@@ -49,8 +51,8 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
     _share_writer()
     actor = None
     while True:
-        command, args = connection.recv()
         try:
+            command, args = connection.recv()  # imports the modules of functions that are sent
             if command == "exit":
                 return
             if command == "start":
@@ -133,32 +135,62 @@ def _context() -> Any:
 class LocalRanks:
     """`count` processes; rank i of a group of trainers is in process i, and a rank that is alone in the last.
 
-    Methods raise Failed where a process raised, and TimeoutError where one did not answer in time.
+    Methods raise Failed where a process raised, TimeoutError where one did not answer in time, and EOFError or
+    ConnectionError where one died, `run_on` a RuntimeError. The next `start` replaces the group's processes then.
     """
 
     def __init__(self, count: int) -> None:
-        context = _context()
-        self._pipes, self._processes = [], []
+        self._context, self._environment = _context(), dict(os.environ)
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, dict(os.environ)), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            pipe, process = self._new_process()
+            self._pipes.append(pipe)
             self._processes.append(process)
         self._locks = [threading.Lock() for _ in range(count)]  # of `run_on`
         self._met: list[tuple[int, Any]] = [(0, None)] * count  # of each: with how many ranks, in which store
         self.world_size, self._group, self._layout = 0, range(0), TrainerLayout(1)
+        self._is_broken = False  # a call of `run_on` found a rank dead or hanging
+
+    def _new_process(self) -> tuple[Connection, Any]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(theirs, self._environment), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    def _end_group(self) -> str:
+        """End processes of which one died or hangs; return how each ended, and what they said before."""
+        pipes, processes = ([all_[index] for index in self._group] for all_ in (self._pipes, self._processes))
+        said = []
+        for pipe in pipes:
+            with contextlib.suppress(OSError, EOFError):
+                while pipe.poll():
+                    said.append(pipe.recv())
+        errors = [Failed(*value) for good, value in said if not good]
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        return "\n".join([f"exit codes of the ranks (None: it lived): {codes}", *map(str, errors)])
 
     def _all(self, commands: Sequence[tuple[str, tuple]]) -> list[Any]:
         pipes = [self._pipes[index] for index in self._group]
-        for pipe, command in zip(pipes, commands, strict=True):
-            pipe.send(command)
         answers = []
-        for pipe in pipes:
-            if not pipe.poll(TIMEOUT_S):
-                raise TimeoutError(f"a trainer worker did not answer {commands[0][:2]} in {TIMEOUT_S} s")
-            answers.append(pipe.recv())
+        try:
+            for pipe, command in zip(pipes, commands, strict=True):
+                pipe.send(command)
+            for pipe in pipes:
+                if not pipe.poll(TIMEOUT_S):
+                    raise TimeoutError(f"a trainer worker did not answer {commands[0][:2]} in {TIMEOUT_S} s")
+                answers.append(pipe.recv())
+        except Exception as error:  # whatever it is, answers may be left in the pipes
+            if isinstance(error, EOFError | ConnectionError):  # its pipe closes before its end is known
+                wait([self._processes[index].sentinel for index in self._group], 10.0)
+            for line in [str(Failed(*value)) for good, value in answers if not good]:
+                error.add_note(line)
+            error.add_note(self._end_group())
+            raise
         failed = [value for good, value in answers if not good]
         if failed:
             if len(pipes) > 1:  # collectives may have been left in the middle
@@ -170,6 +202,9 @@ class LocalRanks:
         """A fresh group of actors in the first `layout.world_size` processes."""
         import torch
 
+        if self._is_broken:
+            self._end_group()
+            self._is_broken = False
         self._layout = layout = layout or TrainerLayout(1)
         self.world_size = layout.world_size
 
@@ -178,6 +213,11 @@ class LocalRanks:
         plan = trainer_plan(config, layout, device, len(os.sched_getaffinity(0)))
         host, ranks = "127.0.0.1", range(layout.world_size)
         self._group = ranks if len(ranks) > 1 else range(len(self._pipes) - 1, len(self._pipes))
+        for index in self._group:
+            if not self._processes[index].is_alive():
+                self._pipes[index].close()
+                self._pipes[index], self._processes[index] = self._new_process()
+                self._met[index] = (0, None)
         met = {self._met[index] for index in self._group}
         size, store = met.pop()
         if met or size != layout.world_size:  # the store of a group is the parent's, which outlives the actors
@@ -207,7 +247,11 @@ class LocalRanks:
                 if not pipe.poll(TIMEOUT_S):
                     raise TimeoutError(f"trainer worker {rank} did not answer in {TIMEOUT_S} s")
                 good, value = pipe.recv()
-        except (EOFError, BrokenPipeError) as error:
+        except TimeoutError:
+            self._is_broken = True
+            raise
+        except (EOFError, OSError) as error:
+            self._is_broken = True
             raise RuntimeError(f"trainer worker {rank} is dead") from error
         if not good:
             raise Failed(*value)
@@ -230,8 +274,10 @@ class LocalRanks:
     def close(self) -> None:
         """End the processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if process.is_alive():
+            with contextlib.suppress(OSError):  # it died
                 pipe.send(("exit", ()))
             process.join(10)
             if process.is_alive():
                 process.kill()
+                process.join()
+            pipe.close()

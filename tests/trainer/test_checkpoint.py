@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import signal
+import socket
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -267,6 +268,19 @@ def test_saves_wait_in_the_writer_and_each_has_its_own_answer(tmp_path: Path) ->
     assert writer._process.returncode == -signal.SIGKILL
 
 
+def test_a_writer_ends_with_its_trainer_though_it_writes(tmp_path: Path) -> None:
+    """The next trainer may save into the same folder."""
+    os.mkfifo(tmp_path / "held")  # without a reader
+    writer = WriterProcess()
+    item = WriteItem(MetadataIndex("weight"), WriteItemType.BYTE_IO)
+    bucket: Any = (tmp_path / "held", "held", ([(item, io.BytesIO(b"x"))], []))
+    answer = writer.submit([_StorageWriterTransforms()], [bucket])
+    writer._socket.shutdown(socket.SHUT_RDWR)
+    assert writer._process.wait(60) == 0
+    with pytest.raises(OSError, match="is gone"):
+        answer.result(60)
+
+
 # --- what rank 0 alone does, without trainers ---
 class Files:
     """In place of `PendingFiles`: the shards are there already."""
@@ -312,6 +326,23 @@ def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         _publish(tmp_path / "trainer.partial", final)  # it is not there
     assert (final / "shard").read_text() == "before"
     assert os.listdir(tmp_path) == ["trainer"]
+
+
+def test_a_disk_that_fails_after_the_rename_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron_patches.install()
+    from fusionrl.trainer.checkpoint import _publish
+
+    for folder, text in (("trainer", "before"), ("trainer.partial", "after")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shard").write_text(text)
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        _publish(tmp_path / "trainer.partial", tmp_path / "trainer")
+    assert (tmp_path / "trainer" / "shard").read_text() == "after"
 
 
 def test_a_full_disk_has_its_own_error_and_not_torch_s(tmp_path: Path) -> None:

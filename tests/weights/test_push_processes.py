@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from fusionrl.plan.push_plan import BUFFERS, EngineTarget, push_tensors
 from fusionrl.weights.push import Push
 from tests.trainer import hf_models
 from tests.weights.faults import Faulty
-from tools.bench.push_processes import RankOptions, Ranks, Receivers, whole_tensor
+from tools.bench.push_processes import Process, RankOptions, Ranks, Receivers, whole_tensor
 from tools.threaded import Threaded
 
 
@@ -269,3 +271,12 @@ def test_a_trainer_rank_that_dies_ends_the_push() -> None:
             receivers.received()
             push(ranks, receivers.targets, "broadcast", version, LIMIT_S)
             assert_received(receivers, shape, version)
+
+
+def test_a_process_that_has_ended_is_not_killed(forkserver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may have its number by now."""
+    process, kill = Process(id), Mock()
+    assert wait([process.process.sentinel], 60.0)
+    monkeypatch.setattr(os, "kill", kill)
+    process.close()
+    kill.assert_not_called()

@@ -416,7 +416,8 @@ class Process:
 
     def close(self) -> None:
         """End it."""
-        self.process.kill()
+        if self.process.is_alive():  # another process may have the number of a dead one
+            self.process.kill()
         self.process.join()
         # The pipe closes with its last user: a thread that still polls it would poll the next file with its number.
 

@@ -79,6 +79,7 @@ class RunRecord:
     counters: list[Counter] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
     _ordered: dict[tuple[str, tuple[str, ...]], list[Span]] = field(default_factory=dict, repr=False)
+    _latest_ends: dict[tuple[str, tuple[str, ...]], list[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], list[Span]]:
@@ -98,6 +99,14 @@ class RunRecord:
             spans = [span for name in names for span in self._by_name.get((process, name), ())]
             self._ordered[key] = sorted(spans, key=lambda span: span.start)
         return self._ordered[key]
+
+    def between(self, start: int, end: int, process: str, *names: str) -> list[Span]:
+        """Return those of these spans that begin before `end`, from the first that ends after `start` on."""
+        spans, key = self.of(process, *names), (process, names)
+        if key not in self._latest_ends:
+            self._latest_ends[key] = list(itertools.accumulate((span.end for span in spans), max))
+        first = bisect.bisect_right(self._latest_ends[key], start)
+        return spans[first : bisect.bisect_left(spans, end, key=lambda span: span.start)]
 
     def processes(self, prefix: str = "") -> list[str]:
         """Return the names of the processes that begin so, in order of their numbers."""
@@ -277,6 +286,10 @@ def steps_of(run: Path, recorded: RunRecord) -> dict[int, list[SampleCourse]]:
     """
     step_of_index = _indices(run, recorded.attempt)
     rollouts = recorded.of("buffer", "rollout")
+    known_from = recorded.end + 1
+    if step_of_index:  # files of earlier steps may be gone (--keep-rollouts)
+        first = min(step_of_index.values())
+        known_from = next((rollout.start for rollout in rollouts if rollout.facts.get("step") == first), 0)
     courses_by_step: dict[int, list[SampleCourse]] = defaultdict(list)
     for course in recorded.courses:
         if course.facts.get("evaluation"):
@@ -284,9 +297,9 @@ def steps_of(run: Path, recorded: RunRecord) -> dict[int, list[SampleCourse]]:
             continue
         index = course.facts.get("index")
         step: object = step_of_index.get(index) if isinstance(index, int) else None
-        if step is None and not step_of_index:
-            around = (rollout for rollout in rollouts if rollout.start <= course.end <= rollout.end)
-            step = next((rollout.facts.get("step") for rollout in around), None)
+        if step is None and course.end < known_from:
+            around = recorded.between(course.end - 1, course.end + 1, "buffer", "rollout")
+            step = next((rollout.facts.get("step") for rollout in around if rollout.end >= course.end), None)
         courses_by_step[step if isinstance(step, int) else 0].append(course)
     return dict(courses_by_step)
 

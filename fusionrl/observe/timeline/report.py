@@ -37,7 +37,7 @@ def driver_shares(recorded: RunRecord, start: int, end: int) -> dict[str, int]:
     """
     spans = [
         (max(phase.start, start), min(phase.end, end), phase.name)
-        for phase in recorded.of(DRIVER, *_DRIVER_PHASES)
+        for phase in recorded.between(start, end, DRIVER, *_DRIVER_PHASES)
         if not phase.lane
     ]
     edges = sorted({start, end, *(edge for span in spans for edge in span[:2] if start < edge < end)})
@@ -142,10 +142,17 @@ def _within(intervals: Intervals, window: Intervals) -> Intervals:
 
 
 def _without(intervals: Intervals, removed: Intervals) -> Intervals:
-    for low, high in removed:
-        cut = [piece for start, end in intervals for piece in ((start, min(end, low)), (max(start, high), end))]
-        intervals = [(start, end) for start, end in cut if end > start]
-    return intervals
+    removed, left = _union(removed), Intervals()
+    for start, end in intervals:
+        at = bisect.bisect_right(removed, start, key=lambda piece: piece[1])
+        while at < len(removed) and removed[at][0] < end:
+            if removed[at][0] > start:
+                left.append((start, removed[at][0]))
+            start = max(start, removed[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
 
 
 def _total(intervals: Intervals) -> int:
@@ -178,7 +185,7 @@ def summarize_steps(recorded: RunRecord, by_step: Mapping[int, Sequence[SampleCo
         number = span.facts.get("step")
         if isinstance(number, int) and not span.is_open:
             shares = driver_shares(recorded, span.start, span.end)
-            generations = recorded.of(DRIVER, "generate")
+            generations = recorded.between(span.start, span.end, DRIVER, "generate")
             waiting = next((phase for phase in generations if span.start <= phase.start <= phase.end <= span.end), None)
             waited, tail = None, 0
             if waiting is not None and (ended := sorted(by_step.get(number, ()), key=lambda course: course.end)):

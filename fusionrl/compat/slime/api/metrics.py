@@ -121,12 +121,12 @@ class Timer(metaclass=SingletonMeta):
     def start(self, name: str) -> None:
         """Start a timer that is not running."""
         assert name not in self.start_time, f"the timer {name} runs already"
-        self.start_time[name] = time.time()
+        self.start_time[name] = time.monotonic()
 
     def end(self, name: str) -> None:
         """Stop a timer that runs, and add its seconds."""
         assert name in self.start_time, f"the timer {name} does not run"
-        self.add(name, time.time() - self.start_time.pop(name))
+        self.add(name, time.monotonic() - self.start_time.pop(name))
 
     def add(self, name: str, elapsed_time: float) -> None:
         """Add seconds."""
