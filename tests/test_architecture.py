@@ -7,6 +7,7 @@ above: pass in what it needs, or move it up.
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -183,6 +184,16 @@ def test_an_offence_is_found(tmp_path: Path, file: str, line: str, said: str) ->
     path.write_text(line + "\n")
     (found,) = offences(tmp_path / "fusionrl")
     assert said in found and file in found
+
+
+def test_no_program_joins_a_cluster_of_others() -> None:
+    """Without an address, Ray joins whatever cluster this machine happens to run: another test's, a colleague's."""
+    files = [
+        file for folder in ("fusionrl", "plugins", "tools", "tests") for file in (PACKAGE.parent / folder).rglob("*.py")
+    ]
+    begins = [(file, first) for file in files for first in re.findall(r"\bray\.init\(\s*(.{8})", file.read_text())]
+    assert len(begins) > 2
+    assert not [file for file, first in begins if first not in ("address=", '"local",')]
 
 
 def test_a_wheel_has_every_file_that_is_not_python(monkeypatch: pytest.MonkeyPatch) -> None:

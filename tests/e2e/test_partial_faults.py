@@ -212,7 +212,7 @@ import numpy as np, ray
 from fusionrl.buffer.actor import _ray_put
 from fusionrl.cli.cures import cure_of
 disk = sys.argv[1]
-ray.init(num_cpus=1, object_store_memory=80 << 20, _temp_dir=f"{disk}/ray", include_dashboard=False)
+ray.init("local", num_cpus=1, object_store_memory=80 << 20, _temp_dir=f"{disk}/ray", include_dashboard=False)
 room = os.statvfs(disk)
 with open(f"{disk}/filler", "wb") as file:
     file.write(bytes(room.f_bavail * room.f_frsize - (4 << 20)))

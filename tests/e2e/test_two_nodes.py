@@ -37,6 +37,7 @@ def token(monkeypatch: pytest.MonkeyPatch, warm_nursery: SharedNursery) -> Itera
     with monkeypatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "ab" * 32)
+        patch.setenv("RAY_worker_niceness", "0")
         branch = EngineBranch(warm_nursery, "ab" * 32)
         patch.setenv(FOLDER_VARIABLE, branch.variables[FOLDER_VARIABLE])
         try:

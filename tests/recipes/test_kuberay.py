@@ -124,4 +124,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (tmp_path / "crd.yaml").write_text(yaml.safe_dump(DEFINITION))
     monkeypatch.setattr("sys.argv", ["check_crd.py", str(tmp_path / "crd.yaml"), str(MANIFEST)])
     assert main() == 0
-    assert "69 values, 0 errors" in capsys.readouterr().out
+    assert "73 values, 0 errors" in capsys.readouterr().out

@@ -23,7 +23,7 @@ lines = [open(file, "rb").read() for file in glob.glob("/proc/[0-9]*/cmdline")]
 tell("shown:", os.environ["RAY_AUTH_TOKEN"].encode() in b" ".join(lines), "mode:", os.environ["RAY_AUTH_MODE"])
 @ray.remote(resources={"part": 1}, num_cpus=0)
 def forwarded():
-    return os.environ.get("NCCL_SOCKET_IFNAME")
+    return os.environ.get("NCCL_SOCKET_IFNAME"), os.nice(0)
 tell("forwarded:", ray.get([forwarded.remote() for _ in range(2)]))
 ray.shutdown()
 if "wait" in sys.argv:
@@ -63,7 +63,7 @@ def on_two_nodes(tmp_path: Path, words: list[str], *, tools: tuple[str, ...], **
     lines = (
         "nodes: ['10.77.0.1', '10.77.0.2']",
         "shown: False mode: token",
-        "forwarded: ['fabric0', 'fabric0']",
+        "forwarded: [('fabric0', 0), ('fabric0', 0)]",
         "left on node2: 0",
     )
     assert all(line in done.stdout for line in lines), done.stdout

@@ -43,6 +43,7 @@ from fusionrl.config.config import Config
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.rollout.generate_state import samples_in_flight
+from fusionrl.runtime.ray_cluster import start_ray
 from fusionrl.runtime.worker_actors import BufferWorker, ProcessSettings
 from tests.engines.long_answers import VOCAB_SIZE
 from tests.tiny_model import make_tiny_qwen3
@@ -246,9 +247,8 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[Load, Any]]:
             started = ends.enter_context(routed([url], folder))
             assert started._process is not None
             url, router = started.url, psutil.Process(started._process.pid)
-        python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {"env_vars": {"PYTHONPATH": python_path}}
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", runtime_env=environment)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        start_ray("cpu", 0, address=None, dashboard=False)
         ends.callback(ray.shutdown)
         buffer = ray.remote(num_cpus=0, max_concurrency=16)(MeasuredBuffer).remote(config, plan, str(folder / "run"))
         ray.get(buffer.setup.remote(EngineEndpoints(url, (engines.url,))))
