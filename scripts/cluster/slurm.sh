@@ -35,7 +35,7 @@ export RAY_ADDRESS="$head:$((20000 + SLURM_JOB_ID % 10000))"
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_TOKEN
-export RAY_worker_niceness=${RAY_worker_niceness:-0} # Ray's 15 starves trainers and engines beside anything else
+export RAY_worker_niceness=${RAY_worker_niceness:-0} # at 15, Ray's default, all else comes first
 export RUN_DIR=${RUN_DIR:-runs/slurm-$SLURM_JOB_ID}
 # Hundreds of nodes take longer than Ray's 30 seconds to start.
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-300}

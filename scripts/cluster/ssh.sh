@@ -42,7 +42,7 @@ export RAY_ADDRESS="$head:${PORT:-6379}"
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 export RAY_AUTH_TOKEN
-export RAY_worker_niceness=${RAY_worker_niceness:-0} # Ray's 15 starves trainers and engines beside anything else
+export RAY_worker_niceness=${RAY_worker_niceness:-0} # at 15, Ray's default, all else comes first
 read -ra start_flags <<<"${RAY_START_FLAGS:-}"
 
 # On each node: variables until the line "go", then Ray until standard input ends, which it does with the connection.

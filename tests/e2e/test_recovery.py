@@ -29,7 +29,7 @@ def restarts(folder: Path, most_s: float = MOST_S) -> list[tuple[float, int, int
         r"(?:; trained again: (\d+) steps?)?$"
     )
     found = re.findall(pattern, text, re.MULTILINE)
-    limit_s = max(here_s(most_s), 3 * first_step_s(folder))  # tests beside this one slow both
+    limit_s = max(here_s(most_s), 3 * first_step_s(folder))  # other tests slow both
     assert all(float(seconds) < limit_s for seconds, *_ in found), (found, limit_s)
     return [(float(seconds), int(devices), int(step), int(again or 0)) for seconds, devices, step, again in found]
 
