@@ -11,6 +11,7 @@ from the starter, and ends as the command ended, with the same exit code or by t
 """
 
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -222,14 +223,20 @@ def mind(
             os.kill(child, signal.SIGTERM)
 
 
+_kept = list[subprocess.Popen[bytes]]()
+
+
+def start_command(command: Sequence[str], stdin: int, output: int | None) -> int:
+    """Start it and return its pid."""
+    process = subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, preexec_fn=end_with_parent)
+    _kept.append(process)  # Popen.__del__ collects a command that has ended already: `_reap` would never see it
+    return process.pid
+
+
 def main() -> None:
     command = sys.argv[2:]
     starter = socket.socket(fileno=int(sys.argv[1]))
-
-    def start(stdin: int, output: int | None) -> int:
-        return subprocess.Popen(command, stdin=stdin, stdout=output, stderr=output, preexec_fn=end_with_parent).pid
-
-    mind(starter, start, command[0], lambda status: None)
+    mind(starter, functools.partial(start_command, command), command[0], lambda status: None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """ChildProcess, port reservation: the failures are made to happen."""
 
 import functools
+import gc
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ import pytest
 from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.nursery_client import FOLDER_VARIABLE
 from fusionrl.base.process import ROOM, signal_name
+from fusionrl.engines import process_minder
 from fusionrl.engines.process import (
     NURSERY_SOCKET,
     SERVER_MODULE,
@@ -217,6 +219,21 @@ def test_wait_until_shows_status_and_log_of_a_dead_child(start: Start, tmp_path:
     assert not error.value.address_in_use
     error = pickle.loads(pickle.dumps(ChildExited("engine 0: the process ended", "bind: Address already in use")))
     assert str(error) == "engine 0: the process ended" and error.address_in_use
+
+
+def test_a_command_that_ends_at_once_is_seen_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(subprocess.Popen[bytes]):
+        """Is there only when the command has ended, as on a machine that runs others meanwhile."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
+    with open(os.devnull, "rb") as nothing:
+        pid = process_minder.start_command([sys.executable, "-c", "raise SystemExit(3)"], nothing.fileno(), None)
+    gc.collect()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1]) == 3
 
 
 def test_wait_until_times_out_and_there_may_be_no_such_command(tmp_path: Path) -> None:
