@@ -231,8 +231,9 @@ class StateHashes(TypedDict):
 class _Pending:
     rollout_id: int
     folder: Path
-    metrics: dict[str, float]
-    facts: dict[str, object]
+    metrics: dict[str, float] = field(default_factory=dict)
+    hashes: StateHashes = field(default_factory=lambda: StateHashes(buffer="", trainers=[]))
+    seconds_stopped: float = 0.0  # for which training waited
 
 
 class Saver:
@@ -251,6 +252,7 @@ class Saver:
         self._config, self._plan, self._actors = config, plan, actors
         self._checkpoints, self._first, self._say = checkpoints, last_saved, say
         self._newest = last_saved  # or the next one that failed, which is not tried again
+        self._begun: _Pending | None = None  # has the trainers' part, ahead of its step's end
         self._pending: _Pending | None = None
         self._owed: _Pending | None = None  # was lost before it was published
         self.published: Checkpoint | None = None
@@ -258,40 +260,64 @@ class Saver:
 
     def save_if_due(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Every --save-interval steps, and after the last one. What --async-save began is published when written."""
+        self.finish(wait=False)
+        if self._is_due(rollout_id):
+            self.save(rollout_id, metrics)
+
+    def begin_if_due(self, rollout_id: int) -> None:
+        """Take the trainers' part of what `save_if_due` will save, while engines leave the memory to them."""
+        if self._is_due(rollout_id) and self._is_new(rollout_id):
+            begun = self._open(rollout_id)
+            with self._stopping(begun):
+                self._take_trainers(begun)
+            self._begun = begun
+
+    def _is_due(self, rollout_id: int) -> bool:
         interval = self._config.checkpoint.save_interval
         is_last = rollout_id + 1 == self._plan.num_rollout
-        self.finish(wait=False)
-        if is_last or self._owed is not None or (interval is not None and (rollout_id + 1) % interval == 0):
-            self.save(rollout_id, metrics)
+        return is_last or self._owed is not None or (interval is not None and (rollout_id + 1) % interval == 0)
 
     def save(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Publish a checkpoint that contains the training of `rollout_id`; with --async-save, begin to.
 
         metrics: of that step, for the manifest.
         """
-        options, trainers = self._config.checkpoint, self._actors.trainers
-        if not self._is_new(rollout_id):
-            return
+        begun, self._begun = self._begun, None
+        has_trainers = begun is not None
+        if begun is None:
+            if not self._is_new(rollout_id):
+                return
+            begun = self._open(rollout_id)
+        assert begun.rollout_id == rollout_id, "a step that began a checkpoint ends with it"
+        with self._stopping(begun):
+            # When this returns, training may continue; the files are complete after `finish_save`.
+            saving = self._actors.buffer.ask("save", str(begun.folder / _BUFFER), rollout_id)
+            if not has_trainers:
+                self._take_trainers(begun)
+            begun.hashes["buffer"] = self._finish_buffer(saving, begun.folder, rollout_id)
+        begun.metrics, self._owed, self._pending = metrics, None, begun
+        if not self._config.checkpoint.async_save:
+            self.finish()
+
+    def _open(self, rollout_id: int) -> _Pending:
         self.finish()
         self._newest = rollout_id
         self._say("saving a checkpoint")
-        facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
-        with phase("save", step=rollout_id + 1):
-            if options.verify_checkpoints:
-                hashes = gather(trainers.call("state_hashes"))
-            start = time.perf_counter()
-            folder = self._checkpoints.begin(rollout_id)
-            with self._checkpoints.discarding(folder):
-                # When this returns, training may continue; the files are complete after `finish_save`.
-                saving = self._actors.buffer.ask("save", str(folder / _BUFFER), rollout_id)
-                gather(trainers.call("begin_save", folder, rollout_id))
-                of_buffer = self._finish_buffer(saving, folder, rollout_id)
-        if options.verify_checkpoints:
-            facts["hashes"] = StateHashes(buffer=of_buffer, trainers=hashes)
-        self._owed = None
-        self._pending = _Pending(rollout_id, folder, metrics, facts | {"seconds_stopped": time.perf_counter() - start})
-        if not options.async_save:
-            self.finish()
+        return _Pending(rollout_id, self._checkpoints.begin(rollout_id))
+
+    @contextmanager
+    def _stopping(self, begun: _Pending) -> Iterator[None]:
+        """Within it training waits for the checkpoint."""
+        start = time.perf_counter()
+        with phase("save", step=begun.rollout_id + 1), self._checkpoints.discarding(begun.folder):
+            yield
+        begun.seconds_stopped += time.perf_counter() - start
+
+    def _take_trainers(self, begun: _Pending) -> None:
+        trainers = self._actors.trainers
+        if self._config.checkpoint.verify_checkpoints:
+            begun.hashes["trainers"] = gather(trainers.call("state_hashes"))
+        gather(trainers.call("begin_save", begun.folder, begun.rollout_id))
 
     def _finish_buffer(self, saving: PendingCall, folder: Path, rollout_id: int) -> str:
         """Wait for the Buffer's file; return its state's hash with --verify-checkpoints. Both of one Buffer: one that
@@ -307,14 +333,17 @@ class Saver:
 
     def reset(self) -> None:
         """After the trainers were ended: what they were writing is lost, and is saved at the next opportunity."""
+        if self._begun is not None:
+            shutil.rmtree(self._begun.folder, ignore_errors=True)
         if self._pending is not None:
             shutil.rmtree(self._pending.folder, ignore_errors=True)
             self._owed = self._pending
-        self._pending, self._newest = None, self._first if self.published is None else self.published.rollout_id
+        self._begun = self._pending = None
+        self._newest = self._first if self.published is None else self.published.rollout_id
 
     def is_behind(self, rollout_id: int) -> bool:
         """Return whether `rollout_id` is to be saved, or the checkpoint that is being written to be published."""
-        return self._is_new(rollout_id) or self._pending is not None
+        return self._is_new(rollout_id) or self._begun is not None or self._pending is not None
 
     def _is_new(self, rollout_id: int) -> bool:
         return not self._config.checkpoint.no_save and rollout_id >= 0 and rollout_id != self._newest
@@ -333,7 +362,11 @@ class Saver:
         self._pending, self._owed = None, self._pending
         with phase("publish checkpoint", step=pending.rollout_id + 1), self._checkpoints.discarding(pending.folder):
             gather(self._actors.trainers.call("finish_save"))
-            self.published = self._checkpoints.publish(pending.rollout_id, pending.folder, pending.facts)
+            facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(self._actors.trainers)}
+            facts |= {"metrics": pending.metrics, "seconds_stopped": pending.seconds_stopped}
+            if options.verify_checkpoints:
+                facts["hashes"] = pending.hashes
+            self.published = self._checkpoints.publish(pending.rollout_id, pending.folder, facts)
         self._owed = None
         if options.keep_checkpoints is not None:
             with phase("publish checkpoint", step=pending.rollout_id + 1):

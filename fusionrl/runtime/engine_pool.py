@@ -290,6 +290,7 @@ class EnginePool(RoutedEngines):
         self._starts: list[ray.ObjectRef] = []  # of the addresses of all engines
         self.is_memory_away = False
         """The engines gave their memory back."""
+        self._died_before: RuntimeError | None = None  # before servers made way
 
     # ------------------------------------------------------------------------------------ start and end
     def start(self) -> None:
@@ -349,6 +350,15 @@ class EnginePool(RoutedEngines):
         if stops:
             wait(stops, num_returns=len(stops), timeout=_END_TIMEOUT_S)
 
+    def make_way(self) -> None:
+        """At the end of a run, end the servers with which trainers take turns: they have memory that the trainers need
+        to save, and may be at work."""
+        if self._plan.engines_give_memory and self.urls:
+            self._died_before = self.find_dead()
+            self.urls = []
+            stops = [engine.shutdown.remote() for engine in self.engines]
+            wait(stops, num_returns=len(stops), timeout=_END_TIMEOUT_S)
+
     # ------------------------------------------------------------------------------------ supervision
     def begin_round(self) -> None:
         for group in self._recovering():
@@ -371,8 +381,8 @@ class EnginePool(RoutedEngines):
 
     def find_dead(self) -> RuntimeError | None:
         """After a failure: return the error of a dead server or router. Replaces none."""
-        if not self.urls:  # the start failed
-            return None
+        if not self.urls:  # the start failed, or they have made way
+            return self._died_before
         for router in filter(None, (self.router, self.evaluation.router)):
             if (fault := router.find_fault()) is not None:
                 return fault

@@ -261,6 +261,10 @@ class Step:
                 actors.recovery.retry(lambda: self._add_columns(rollout.rollout_id))
         if run.plan.trainers_give_memory:  # else after the push, which does not wait for it then
             actors.recovery.take_snapshot_if_due(rollout.rollout_id)
+        if run.plan.engines_give_memory and self._saves:  # with the push they take it back
+            start = time.perf_counter()
+            actors.recovery.retry(lambda: run.saver.begin_if_due(rollout.rollout_id))
+            self._start += time.perf_counter() - start  # the time of a step is without checkpoints
         with phase("measure", step=self.number):
             actors.hardware.begin()
         run.stop.check()

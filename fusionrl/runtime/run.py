@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from fusionrl.runtime.model_card import write_model_card
 from fusionrl.runtime.reporter import Reporter
 from fusionrl.runtime.retention import Retention
 from fusionrl.runtime.run_actors import Actors
-from fusionrl.runtime.supervisor import FAILURES, StopSignal, Terminated, root_cause
+from fusionrl.runtime.supervisor import StopSignal, Terminated, root_cause
 from fusionrl.weights.remote_calls import gather, get
 
 if TYPE_CHECKING:
@@ -133,6 +132,8 @@ class Run:
 
     def end_early(self) -> None:
         """After a stop: publish a checkpoint, and record the background evaluation if it has ended."""
+        if self.saver.is_behind(self.last_trained):
+            self.actors.engines.make_way()
         self.saver.save(self.last_trained, self.reporter.recorded(self.last_trained + 1))
         self.saver.finish()
         if self.background_eval is not None:
@@ -158,8 +159,6 @@ class Run:
             )
             self._check_trainers()
             self.actors.buffer.check(_TIMEOUT_S)
-            with suppress(*FAILURES):  # a dead engine has no memory to give
-                self.actors.engines.release_memory()
             self.end_early()
         except (Exception, KeyboardInterrupt) as error:  # any failure here would hide the first one
             reason = root_cause(error)
@@ -216,6 +215,7 @@ def run_training(
                 if run.first_rollout > last and is_exported(path, exported, last):
                     progress.print(f"--save-hf: {exported} has the weights after step {last + 1} already")
                 else:
+                    actors.engines.make_way()
                     with phase("save hf"):
                         gather([trainer.save_hf.remote(str(exported)) for trainer in actors.trainers.policy])
                     note_export(path, exported, last)

@@ -19,10 +19,11 @@ pytestmark = [
 def test_colocated_cuda_ipc(precision: str, rl_flags: list[str], tmp_path: Path) -> None:
     """One device holds a trainer and an engine; the engine gives its memory back while the trainer works."""
     folder = tmp_path / "run"
-    flags = [*rl_flags, "--device", "cuda", "--colocate", "--precision", precision, "--num-rollout", "3", "--no-save"]
+    flags = [*rl_flags, "--device", "cuda", "--colocate", "--precision", precision, "--num-rollout", "3"]
     flags += ["--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch"]
     flags += ["--sglang-mem-fraction-static", "0.3", "--verify-weights", "always", "--run-dir", str(folder)]
-    run(flags, tmp_path, timeout_s=600)
+    run([*flags, "--save-interval", "2", "--save-hf", str(tmp_path / "hf")], tmp_path, timeout_s=600)
+    assert (tmp_path / "hf" / "config.json").is_file() and (folder / "checkpoints" / "step_000003").is_dir()
     rows = metrics_of(folder)
     assert "by ipc" in (folder / "plan.txt").read_text()
     limit = 1e-3 if precision == "fp32" else 0.1

@@ -39,7 +39,7 @@ class Engine:
     def die(self) -> None:
         os._exit(1)
 
-    def shutdown(self, timeout_s: float) -> None:
+    def shutdown(self, timeout_s: float | None = None) -> None:
         self.path.with_suffix(f".{self.number}.ended").write_text(str(timeout_s))
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,6 +316,61 @@ def test_a_save_that_failed_is_not_tried_again(tmp_path: Path, caplog: pytest.Lo
     run, _ = failing(tmp_path, "never", disk, save_interval=2)
     rescued(run)
     assert disk.begin_save.call_count == 1 and run.last_trained == 1 and "could not be saved" not in caplog.text
+
+
+def taking_turns(path: Path, at: str, **flags: Any) -> tuple[Run, Diary]:
+    """The same run on shared GPUs: its log says, too, when engines give their memory back, or end, and trainers save.
+    A save takes 0.1 s."""
+    disk = disk_of()
+    run, diary = failing(path, at, disk, **flags)
+    run.plan.engines_give_memory = True  # type: ignore[misc]
+    engines: Any = run.actors.engines
+    engines.release_memory = lambda: diary.log.append("engines give")
+    engines.make_way = lambda: diary.log.append("engines end")
+    begin_save = disk.begin_save.side_effect
+
+    def save(folder: Path, rollout_id: int) -> list[Any]:
+        diary.log.append(f"begin save {rollout_id}")
+        time.sleep(0.1)
+        return list(begin_save(folder, rollout_id))
+
+    disk.begin_save = save
+    return run, diary
+
+
+def parts_of(diary: Diary) -> list[str]:
+    names = ("engines", "begin", "push", "generate")
+    return [line.removesuffix(" to all") for line in diary.log if line.startswith(names)]
+
+
+def test_trainers_that_take_turns_save_before_the_engines_get_the_memory(tmp_path: Path) -> None:
+    run, diary = taking_turns(tmp_path, "never", save_interval=2)
+    loops.on_policy(run)
+    assert parts_of(diary) == [
+        "push 0",
+        *("generate 0", "engines give", "push 1"),
+        *("generate 1", "engines give", "begin save 1", "push 2"),
+        *("generate 2", "engines give", "push 3"),
+        *("generate 3", "engines give", "begin save 3", "push 4"),
+    ]
+    assert saved(tmp_path) == ["step_000002", "step_000004"]
+    manifest = json.loads((tmp_path / "step_000002" / "manifest.json").read_text())
+    assert manifest["metrics"] == diary.rows[2] and "eval/x/accuracy" in manifest["metrics"], "of the end of the step"
+    assert manifest["seconds_stopped"] >= 0.1 > diary.rows[2][STEP_TIME]
+
+
+def test_an_error_after_such_a_save_publishes_it(tmp_path: Path) -> None:
+    run, diary = taking_turns(tmp_path, "push 2", save_interval=2)
+    run.actors.trainers.last_trained = lambda: [1]
+    rescued(run)
+    assert saved(tmp_path) == ["step_000002"] and diary.log.count("begin save 1") == 1
+
+
+def test_trainers_that_take_turns_save_when_the_engines_have_ended(tmp_path: Path) -> None:
+    """After an error, or a stop: requests may be under way, so engines cannot give their memory back."""
+    run, diary = taking_turns(tmp_path, "generate 1")
+    rescued(run)
+    assert parts_of(diary)[-3:] == ["generate 1", "engines end", "begin save 0"] and saved(tmp_path) == ["step_000001"]
 
 
 def test_what_async_save_was_writing_is_published(tmp_path: Path) -> None:

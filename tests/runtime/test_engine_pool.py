@@ -89,6 +89,19 @@ def test_without_fault_tolerance_it_ends_the_run_by_its_name(world: Any) -> None
     assert found is not None and "engine 2 was killed" in str(found)
 
 
+def test_engines_make_way_for_trainers_that_save(world: Any) -> None:
+    it = world()
+    ended = Path(it.folder).glob
+    it.pool.make_way()
+    assert not list(ended("*.ended")), "on devices of their own"
+    it.pool._plan.engines_give_memory = True
+    it.set(1, "dead")
+    it.pool.make_way()
+    assert sorted(path.name[0] for path in ended("*.ended")) == ["0", "1"], "the one that evaluates has other devices"
+    found = it.pool.find_dead()
+    assert found is not None and "engine 1 was killed" in str(found), "as it was before they ended"
+
+
 @pytest.mark.parametrize("is_tolerant", [False, True])
 def test_one_that_dies_as_the_router_gets_it_is_found_with_its_log(is_tolerant, tmp_path, monkeypatch) -> None:
     it, add_worker = World(tmp_path, use_fault_tolerance=is_tolerant), PoolRouter.add_worker
