@@ -1,13 +1,19 @@
 """`fusionrl report`: what is in the file, and that neither keys nor samples are."""
 
 import json
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
 from fusionrl import cli
+from fusionrl.base.environment import hide_secrets
+from fusionrl.cli import report as cli_report
 from fusionrl.observe.rollouts import RolloutWriter
+from tests.clock import here_s
 
 Capsys, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 KEYS = ("topsecret-1", "hunter22", "sk-0123456789abcdefgh", "pa55word", "bearer-9", "admin-7")
@@ -26,13 +32,15 @@ fusionrl.config.user_code.HookError: --custom-rm-path mine.py:f: KeyError: '{SAM
 not JSON: '{SAMPLES[0]}'); the request is sent once more
 fusionrl.buffer.stream.GroupError: 4 groups failed; the last one: 2 of 2 samples of prompt "{SAMPLES[1]}'s" failed
 fusionrl.runtime.supervisor.ActorDied: trainer rank 1 died: its process 71 ended
+2026-11-29 01:02:06,456 buffer WARNING py.warnings: plugins/mine.py:12: UserWarning: no answer in '{SAMPLES[1]}'
+2026-11-29 01:02:06,456 buffer WARNING py.warnings: x/site-packages/torch/a.py:9: FutureWarning: of torch
 Fatal Python error: Segmentation fault
 """
 ENGINE = f"""\
 [2026-11-29 01:02:03] server_args=ServerArgs(api_key='{KEYS[0]}', port=30000)
 [2026-11-29 01:02:03] Receive: obj=GenerateReqInput(text='{SAMPLES[1]}')
 [2026-11-29 01:02:03] --admin-api-key {KEYS[5]} Authorization: Bearer {KEYS[4]} x-authorization: token {KEYS[4]} \
-http://me:{KEYS[3]}@host and {KEYS[2]}
+http://me:{KEYS[3]}@host https://host:80/x?api_key={KEYS[4]}&n=3 and {KEYS[2]}
 [2026-11-29 01:02:04] Decode batch. #running-req: 7, token usage: 0.01, {KEYS[1]}
 """
 
@@ -95,9 +103,11 @@ def test_what_a_report_has(folder: Path, capsys: Capsys) -> None:
         log = members[f"logs/{name}.log"]
         for kept in ("step 3 begins", "sample 3", 'File "mine.py", line 3, in reward', "KeyError: …", "its process 71"):
             assert kept in log, (name, kept)
+        assert "plugins/mine.py:12: UserWarning: …" in log and "FutureWarning: of torch" in log
         assert "Segmentation fault" in log and "[2 lines left out: fusionrl report --with-samples]" in log
     engine = members["logs/engine-0.log"]
     assert "port=30000" in engine and "running-req: 7, token usage: 0.01" in engine and "http://me:***@host" in engine
+    assert "https://host:80/x?api_key=***&n=3" in engine
 
 
 def test_samples_come_only_by_a_flag(folder: Path) -> None:
@@ -130,3 +140,33 @@ def test_mistakes(folder: Path, capsys: Capsys) -> None:
     assert cli.main(["report", str(folder / "nothing")]) == 2
     assert cli.main(["report", str(folder), "--out", str(folder / "no" / "file.tar.gz")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_or_read_is_told(folder: Path) -> None:
+    """Nothing is left of a report that the disk had no room for, and the one before stays."""
+    (folder / "report.tar.gz").write_text("the one before")
+    command = f"ulimit -f 1; exec {sys.executable} -m fusionrl.cli report {folder}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "the report cannot be written" in done.stderr and "Traceback" not in done.stderr
+    assert (folder / "report.tar.gz").read_text() == "the one before" and not list(folder.glob("*.partial"))
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: Patch) -> None:
+    read = cli_report._tail
+
+    def refuses(path: Path, num_bytes: int) -> str:
+        if path.name == "driver.log":
+            raise PermissionError(13, "Permission denied")
+        return read(path, num_bytes)
+
+    monkeypatch.setattr(cli_report, "_tail", refuses)
+    members = report(folder)
+    assert members["unread.txt"] == "driver.log: Permission denied" and "step 3 begins" in members["logs/buffer.a1.log"]
+
+
+@pytest.mark.parametrize("text", ["0" * 200_000, "-" * 200_000, "ab-" * 60_000])
+def test_long_words_cost_no_more_than_other_text(text: str) -> None:
+    """In quadratic time each would take minutes."""
+    start = time.perf_counter()
+    assert hide_secrets(text) == text
+    assert time.perf_counter() - start < here_s(5.0)

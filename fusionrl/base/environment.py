@@ -6,7 +6,7 @@ its row of `NEEDS` and no others; other variables are inherited as usual.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 
 # By the last word of the name. TOKENS alone is mostly a count (MAX_NEW_TOKENS), PWD alone the shell's folder.
@@ -20,6 +20,14 @@ _NAME = re.compile(
 # Found by "://", so that a long text without a URL costs one pass. The password may hold "/", but a number before the
 # first "/" is a port, and the password ends before the next "://".
 _URL_WITH_PASSWORD = re.compile(r"((?<=[\w+.-])://[^/@\s:\[]*):(?!\d{1,5}/)(?:[^@\s:]|:(?!//))+@")
+_QUERY = re.compile(r"(?<=[?&])([\w-]+=)()([^&\s'\"]+)")  # of a URL
+# A name and its value in a command line, JSON, or a header. Only the start of a word is tried: from each
+# letter of a long word the search would go to its end.
+_NAMED = re.compile(
+    r"(?<![\w-])(--[\w-]+[= ]|[\w-]+['\"]?\s*[:=])(\s*['\"]?)((?i:(?:bearer|basic|token|digest) )?[^\s'\",;)}\]]+)"
+)
+_KEY = re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA\w{16}|xox[abp]-[\w-]+|eyJ[\w-]{16,}\.[\w.-]+)")
+HIDDEN = "***"
 _MARKS = ("FUSIONRL_RUN_TOKEN", "FUSIONRL_TEST_TOKEN")  # they mark the processes of a run, and open nothing
 _PATHS = ("RAY_TLS_SERVER_KEY",)  # it names a file, which Ray's processes read
 
@@ -149,3 +157,14 @@ def not_passed_on(names: Sequence[str], source: Mapping[str, str] = os.environ) 
 def hide_passwords(text: str) -> str:
     """`text` with *** for the passwords of URLs: user:***@host."""
     return _URL_WITH_PASSWORD.sub(r"\1:***@", text)
+
+
+def hide_secrets(text: str, shown: Container[str] = ()) -> str:
+    """`text` with *** for what has a secret's name before it (but for the names `shown`) or a key's form, and for the
+    passwords of URLs."""
+
+    def hidden(match: re.Match[str]) -> str:
+        name = match[1].strip("-'\"=: \t").replace("-", "_")
+        return f"{match[1]}{match[2]}{HIDDEN}" if name not in shown and is_secret(name, "") else match[0]
+
+    return _KEY.sub(HIDDEN, _NAMED.sub(hidden, _QUERY.sub(hidden, hide_passwords(text))))

@@ -12,7 +12,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.run import ProfileOrder
 from fusionrl.config.run_parts import changes_weights, saves, uses_engines, uses_trainers
 from fusionrl.models.trainable import num_adapter_parameters
-from fusionrl.observe.run_dir import RunDir, holds_run, is_exported, own_config_file
+from fusionrl.observe.run_dir import RunDir, exported_rollout, holds_run, own_config_file
 from fusionrl.plan.devices import GIB
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapter_folders, adapters_of
@@ -79,9 +79,10 @@ def unwritable(flag: str, path: Path) -> str | None:
 def _is_own(config: Config, export: Path) -> bool:
     """Return whether this run wrote the folder, and died before its end."""
     run_dir, steps = config.run.run_dir, config.run.num_rollout
-    if not config.run.resume or run_dir is None or steps is None:
+    if not config.run.resume or run_dir is None:
         return False
-    return is_exported(Path(run_dir), export, steps - 1)
+    last = exported_rollout(Path(run_dir), export)
+    return last is not None and steps in (None, last + 1)  # None: with --num-epoch it follows from the data
 
 
 def _export(config: Config) -> str | None:

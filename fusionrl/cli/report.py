@@ -15,10 +15,11 @@ import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fusionrl.base.environment import hide_passwords, is_secret
+from fusionrl.base.environment import HIDDEN, hide_secrets, is_secret
 from fusionrl.base.wording import counted
 from fusionrl.checks.doctor.nodes import installed_versions
 from fusionrl.cli import refuse
@@ -33,13 +34,6 @@ _WHOLE = ("config*.json", "plan*.txt", "hardware.a*.json", "repeatable.json", "e
 _TAIL_BYTES, _SAMPLE_BYTES = 2**18, 2**26  # of one file
 _VARIABLES = re.compile(r"^(CUDA|FUSIONRL|GLOO|HF|MKL|NCCL|NVIDIA|NVTE|OMP|PYTORCH|RAY|SGLANG|SLURM|TORCH|TMPDIR)")
 _LEAST_SECRET = 6  # characters; a shorter value would be found in other words
-_HIDDEN = "***"
-_NAMED = re.compile(
-    r"(--[\w-]+[= ]|[\w-]+['\"]?\s*[:=])(\s*['\"]?)((?i:(?:bearer|basic|token|digest) )?[^\s'\",;)}\]]+)"
-)
-_FORMS = re.compile(
-    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA\w{16}|xox[abp]-[\w-]+|eyJ[\w-]{16,}\.[\w.-]+)"
-)
 
 # ---- lines that quote no sample
 _OF_FUNCTIONS = re.compile(r"^(driver|buffer|(trainer|critic|prm)-\d+(\.a\d+)?|buffer\.a\d+)\.log$|^worker-.*\.out$")
@@ -49,6 +43,8 @@ _CRASH = re.compile(
     r"^(Fatal Python error|Segmentation fault|terminate called|\*\*\* |\[?[EFW]\d{4}|\[rank\d+\]|Killed)"
 )
 _RAISED = re.compile(r"^(?P<kind>[\w.]+(?:Error|Exception|Died|Exited|Stalled)): .*")
+# One that a user's function raised may quote a sample; those of libraries do not.
+_WARNING = re.compile(r"( py\.warnings: (?!\S*/site-packages/(?:torch|megatron|sglang|ray|transformers)/).*?: \w+): .*")
 _EXAMPLE = re.compile(r'prompt ".*"; answer ".*" \(|label ".*"; reward ')
 _REQUEST = re.compile(r"(GenerateReqInput|Receive: |Finish: )")
 _OF_HOOK = re.compile(
@@ -80,6 +76,8 @@ def run(argv: Sequence[str]) -> int:
         names = write_report(run_dir, out, with_samples=options.with_samples)
     except ValueError as error:
         return refuse([str(error)])
+    except OSError as error:
+        return refuse([f"the report cannot be written ({error}); --out FILE names a file on another disk"])
     kind = "with samples" if options.with_samples else "without samples, keys and output of your functions"
     print(f"{out}: {counted(len(names), 'file')} of {run_dir}, {kind}; look at it before you send it: tar -tzf {out}")
     return 0
@@ -87,27 +85,43 @@ def run(argv: Sequence[str]) -> int:
 
 def write_report(run_dir: Path, out: Path, *, with_samples: bool = False) -> list[str]:
     """Pack the evidence about a run into a tar.gz file, and return the names of its members."""
-    clean, members = secret_hider(run_dir), dict[str, str]()
+    clean, members, unread = secret_hider(run_dir), dict[str, str](), list[str]()
+
+    def read(path: Path, num_bytes: int) -> str:
+        try:
+            return _tail(path, num_bytes)
+        except OSError as error:
+            unread.append(f"{path.name}: {error.strerror}")
+            return ""
+
     members["versions.json"] = json.dumps(installed_versions() | {"platform": platform.platform()}, indent=1)
     members["environment.json"] = json.dumps(environment(os.environ), indent=1)
     for path in _files(run_dir, *_WHOLE, "logs/stall-*.txt"):
-        members[str(path.relative_to(run_dir))] = path.read_text(errors="replace")
+        members[str(path.relative_to(run_dir))] = read(path, _SAMPLE_BYTES)
     for path in _files(run_dir, "failure.a*.json") if not with_samples else ():
         facts: Any = read_object(path) or {}
         facts["error"] = _without_quotes(_OF_HOOK.sub(r"\1: …", str(facts.get("error")).partition("\n")[0]))
         members[path.name] = json.dumps(facts, indent=1, ensure_ascii=False)
     for path in _files(run_dir, METRICS_FILE, "logs/*.log", "logs/ray.a*/*.out"):
-        text = _tail(path, _TAIL_BYTES)
+        text = read(path, _TAIL_BYTES)
         members[str(path.relative_to(run_dir))] = text if with_samples else "\n".join(without_samples(path.name, text))
     files = list_rollouts(run_dir) if with_samples else []
     for file in [file for file in files if file.step == files[-1].step]:
-        members[str(file.path.relative_to(run_dir))] = _tail(file.path, _SAMPLE_BYTES)
-    with tarfile.open(out, "w:gz") as archive:
-        for name, text in members.items():
-            data = clean(text).encode(errors="replace")
-            entry = tarfile.TarInfo(f"report/{name}")
-            entry.size, entry.mtime = len(data), int(time.time())
-            archive.addfile(entry, io.BytesIO(data))
+        members[str(file.path.relative_to(run_dir))] = read(file.path, _SAMPLE_BYTES)
+    if unread:
+        members["unread.txt"] = "\n".join(unread)
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        with tarfile.open(partial, "w:gz") as archive:
+            for name, text in members.items():
+                data = clean(text).encode(errors="replace")
+                entry = tarfile.TarInfo(f"report/{name}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
+        partial.replace(out)
+    finally:
+        with suppress(OSError):  # renamed, or the disk is read-only
+            partial.unlink()
     return list(members)
 
 
@@ -120,7 +134,7 @@ def _files(run_dir: Path, *patterns: str) -> list[Path]:
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a run heeds, those with secrets hidden."""
     wanted = {name: value for name, value in sorted(variables.items()) if _VARIABLES.match(name)}
-    return {name: _HIDDEN if is_secret(name, value) else value for name, value in wanted.items()}
+    return {name: HIDDEN if is_secret(name, value) else value for name, value in wanted.items()}
 
 
 def secret_hider(run_dir: Path) -> Callable[[str], str]:
@@ -130,15 +144,10 @@ def secret_hider(run_dir: Path) -> Callable[[str], str]:
         secrets |= set(_secrets_in(read_object(path) or {}))
     found = sorted((value for value in secrets if len(value) >= _LEAST_SECRET), key=len, reverse=True)
 
-    def named(match: re.Match[str]) -> str:
-        name = match[1].strip("-'\"=: \t").replace("-", "_")
-        is_hidden = name not in FIELDS and is_secret(name, "")
-        return f"{match[1]}{match[2]}{_HIDDEN}" if is_hidden else match[0]
-
     def clean(text: str) -> str:
         for value in found:
-            text = text.replace(value, _HIDDEN)
-        return _FORMS.sub(_HIDDEN, _NAMED.sub(named, hide_passwords(text)))
+            text = text.replace(value, HIDDEN)
+        return hide_secrets(text, FIELDS)
 
     return clean
 
@@ -167,6 +176,7 @@ def without_samples(name: str, text: str) -> Iterator[str]:
                     record["logger"].partition(".")[0] in (*LIBRARIES, "fusionrl") or record["logger"] in LIBRARIES
                 )
                 kept = _EXAMPLE.sub("…", line) if is_known else ""
+                kept = _WARNING.sub(r"\1: …", kept)
                 if record["logger"].split(".")[:2] in [["fusionrl", room] for room in _OF_SAMPLES]:
                     kept = _QUOTED.sub("…", kept)
             elif raised is not None and not raised["kind"].startswith("fusionrl."):

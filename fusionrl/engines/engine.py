@@ -234,6 +234,7 @@ class EngineActor(EngineControl):
         self._server: ChildProcess | None = None
         self._shared_memory: set[Path] = set()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._num_loads = 0  # of adapters
 
     # ---- life
 
@@ -395,8 +396,9 @@ class EngineActor(EngineControl):
 
         deadline, is_told = time.monotonic() + timeout_s, False
         assert self._scratch is not None, "the server is started"
+        self._num_loads = number = self._num_loads + 1
         for name, files in adapters.items():
-            folder = os.path.join(self._scratch.name, f"{name}-{version}")
+            folder = os.path.join(self._scratch.name, f"{name}-{version}-{number}")
             try:
                 self.write_files(folder, files)
                 while True:
@@ -410,6 +412,8 @@ class EngineActor(EngineControl):
                             logger.warning("a push of version %d waits in %s: %s", version, self.spec.name, error)
                         is_told = True
                     time.sleep(_ROOM_POLL_S)
+                    if number != self._num_loads:  # the trainers of this one are gone
+                        raise RuntimeError("another push of adapters replaces this one")
             finally:
                 self.remove_files(folder)
 

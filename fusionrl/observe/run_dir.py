@@ -163,14 +163,16 @@ def note_export(path: Path, folder: Path, last_rollout: int) -> None:
     write_atomically(path / _EXPORT_FILE, _export_text(folder, last_rollout))
 
 
-def is_exported(path: Path, folder: Path, last_rollout: int) -> bool:
-    """Return whether the run wrote this folder after this rollout, of which it has a checkpoint, and then died."""
+def exported_rollout(path: Path, folder: Path) -> int | None:
+    """Return the rollout after which the run wrote this folder, and then died; None: it did not, or has no checkpoint
+    of it."""
     try:
         noted = (path / _EXPORT_FILE).read_text(encoding="utf-8", errors="replace")
-        is_noted = noted == _export_text(folder, last_rollout)
-    except OSError:
-        return False
-    return is_noted and (path / "checkpoints" / f"step_{last_rollout + 1:06d}").is_dir()
+        last = int(noted.partition(" ")[0])
+        is_noted = noted == _export_text(folder, last)
+    except (OSError, ValueError):
+        return None
+    return last if is_noted and (path / "checkpoints" / f"step_{last + 1:06d}").is_dir() else None
 
 
 def forget_export(path: Path) -> None:

@@ -118,6 +118,12 @@ class Plan:
         """The bundles of every engine that serves the policy, by its number: to generate, and to evaluate alone."""
         return self.engine_bundles + self.eval_bundles
 
+    def bundles_of(self, role: Literal["engine", "reward-model", "teacher"], index: int) -> tuple[int, ...]:
+        """The bundles of one engine of a role."""
+        if role == "engine":
+            return self.all_engine_bundles[index]
+        return next(scorer.bundles[index] for scorer in self.scorers if scorer.role == role)
+
     @property
     def has_pairs(self) -> bool:
         """Return whether the router sends each request to a pair of engines: one prefills, the other decodes."""

@@ -33,6 +33,8 @@ from fusionrl.data.sample import Sample
 from fusionrl.observe.logs import LEVELS
 from fusionrl.rewards.reward_call import STATE, LostReward, RewardCall, RewardRaised
 
+logger = logging.getLogger(__name__)
+
 TICK_S = 0.05
 # A process that has been at one sample for so long does not count any more: another does its share meanwhile.
 SLOW_S = 0.5
@@ -44,6 +46,8 @@ LATE_BEAT_S = 0.3
 MAX_LOOPS = 4
 FEW = 32  # samples that are scored again at once when one of many broke a process and left no trace
 IDLE_S = 10.0
+_START_S = 30.0  # for the system to have room for a process again
+_MOST_UNREADY = 3  # processes in a row
 _COMMAND = "import sys; from fusionrl.rewards.reward_call import main; main(sys.argv[1:])"
 
 
@@ -83,16 +87,21 @@ class _Process(asyncio.Protocol):
         self._in = bytearray()
         self._transport: asyncio.Transport | None = None
         self.connecting: asyncio.Task[Any] | None = None
-        self.connection, theirs = socket.socketpair()
         level = logging.getLevelName(logging.getLogger().level)
         level = level if level in LEVELS else "WARNING"
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(self._memory), kind, level],
-                pass_fds=[theirs.fileno(), self._memory],
-                stdin=subprocess.PIPE,
-                env=child_environment("reward-worker"),
-            )
+        try:
+            self.connection, theirs = socket.socketpair()
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(self._memory), kind, level],
+                    pass_fds=[theirs.fileno(), self._memory],
+                    stdin=subprocess.PIPE,
+                    env=child_environment("reward-worker"),
+                )
+        except OSError:
+            self._state.close()
+            os.close(self._memory)
+            raise
         assert self.process.stdin is not None
         # Not by its environment, which every process of this user can read.
         with suppress(BrokenPipeError), self.process.stdin as pipe:
@@ -117,12 +126,13 @@ class _Process(asyncio.Protocol):
         if not self.has_ended:
             self._pool.lost_process(self)
 
-    def _take(self, answer: Any) -> None:
+    def _take(self, answer: tuple[int, object, Sequence[dict[str, object]]] | None) -> None:
         """Take the message that the process is ready, or an answer to a job."""
         now = time.monotonic()
         self.since = now
         if answer is None:
             self.is_ready, self.beat_at = True, now
+            self._pool.num_unready = 0
             for waiting in self.jobs.values():
                 waiting.since = now
             return
@@ -182,6 +192,10 @@ class RewardPool:
         self._loops: list[_Process] = []
         self._waiting: deque[_Job] = deque()
         self._waiting_async: deque[_Job] = deque()
+        self.num_unready = 0
+        """Processes that ended as they started, since one was ready."""
+        self._no_process_since: float | None = None  # that could be started
+        self._not_before = 0.0  # no process is started, while others live
         self._closed, self._lock = False, threading.Lock()
         self._event_loop = asyncio.new_event_loop()
         self._next_work: asyncio.Handle = self._event_loop.call_later(1.0, self._work)
@@ -248,15 +262,47 @@ class RewardPool:
         is_busy = self._waiting or self._waiting_async or any(p.jobs for p in (*self._plain, *self._loops))
         self._next_work = self._event_loop.call_later(TICK_S if is_busy else 1.0, self._work)
 
-    def _start(self, kind: str) -> _Process:
-        process = _Process(kind, self)
-        (self._loops if kind == "async" else self._plain).append(process)
+    def _start(self, kind: str) -> _Process | None:
+        """Start a process; None where the system has none to give, which is tried again for a while."""
+        processes, now = self._loops if kind == "async" else self._plain, time.monotonic()
+        if processes and now < self._not_before:
+            return None
+        try:
+            process = _Process(kind, self)
+        except OSError as error:
+            if self._no_process_since is None:
+                self._no_process_since = now
+                logger.warning("a process for rewards could not be started: %s", error)
+            if not processes and now - self._no_process_since > _START_S:
+                self._give_up(kind, error)
+            return None
+        self._no_process_since = None
+        processes.append(process)
         connecting = self._event_loop.create_connection(lambda: process, sock=process.connection)
         process.connecting = self._event_loop.create_task(connecting)
         return process
 
+    def _give_up(self, kind: str, error: Exception) -> None:
+        """No process can score what waits: raise `error` for each."""
+        waiting = self._waiting_async if kind == "async" else self._waiting
+        for job in waiting:
+            job.settle(error=error)
+        waiting.clear()
+
     def lost_process(self, process: _Process) -> None:
         """A process ended by itself: who was it? The others that it had are scored again."""
+        if not process.is_ready:  # it has called no function
+            self._remove(process)
+            self.num_unready += 1
+            if self.num_unready >= _MOST_UNREADY:
+                self.num_unready, self._not_before = 0, time.monotonic() + _START_S
+                ended = f"{_MOST_UNREADY} processes for rewards in a row ended as they started"
+                error = RuntimeError(f"{ended} (exit status {process.process.returncode}): see the Buffer's log")
+                logger.warning("%s", error)
+                if not (self._loops if process.kind == "async" else self._plain):
+                    self._give_up(process.kind, error)
+            self.work_soon()
+            return
         jobs = [job for job in process.jobs.values() if not job.future.done()]
         number = process.running()
         guilty = [job for job in jobs if job.number == number]
@@ -310,7 +356,9 @@ class RewardPool:
             return
         num_wanted = min(self.num_processes, len(self._waiting) + sum(bool(p.jobs) for p in quick))
         for _ in range(num_wanted - len(quick)):
-            quick.append(self._start("sync"))
+            if (started := self._start("sync")) is None:
+                break
+            quick.append(started)
         chunk = max(1, min(CHUNK, len(self._waiting) // (2 * self.num_processes)))
         for process in quick:
             while self._waiting and not process.jobs:
@@ -334,7 +382,7 @@ class RewardPool:
             self._waiting_async.popleft()
         free = [p for p in self._loops if p.blocked_for(now) <= BLOCKED_S]
         if self._waiting_async and not free and len(self._loops) < MAX_LOOPS:
-            free = [self._start("async")]
+            free = [started] if (started := self._start("async")) is not None else []
         if not free:
             return
         process, taken = free[0], list[_Job]()

@@ -27,7 +27,7 @@ from fusionrl.models.trainable import Adapted, adapted_difference, saved_in
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.trained_parts import adapted_of, adapter_folders, has_several_adapters
-from fusionrl.weights.remote_calls import gather
+from fusionrl.weights.remote_calls import gather, get
 
 if TYPE_CHECKING:
     from fusionrl.runtime.buffer_calls import PendingCall
@@ -314,10 +314,9 @@ class Saver:
         begun.seconds_stopped += time.perf_counter() - start
 
     def _take_trainers(self, begun: _Pending) -> None:
-        trainers = self._actors.trainers
         if self._config.checkpoint.verify_checkpoints:
-            begun.hashes["trainers"] = gather(trainers.call("state_hashes"))
-        gather(trainers.call("begin_save", begun.folder, begun.rollout_id))
+            begun.hashes["trainers"] = self._actors.trainers.finish("state_hashes")
+        self._actors.trainers.finish("begin_save", begun.folder, begun.rollout_id)
 
     def _finish_buffer(self, saving: PendingCall, folder: Path, rollout_id: int) -> str:
         """Wait for the Buffer's file; return its state's hash with --verify-checkpoints. Both of one Buffer: one that
@@ -333,11 +332,9 @@ class Saver:
 
     def reset(self) -> None:
         """After the trainers were ended: what they were writing is lost, and is saved at the next opportunity."""
-        if self._begun is not None:
-            shutil.rmtree(self._begun.folder, ignore_errors=True)
-        if self._pending is not None:
-            shutil.rmtree(self._pending.folder, ignore_errors=True)
-            self._owed = self._pending
+        for lost in filter(None, (self._begun, self._pending)):
+            shutil.rmtree(lost.folder, ignore_errors=True)
+        self._owed = self._pending or self._owed
         self._begun = self._pending = None
         self._newest = self._first if self.published is None else self.published.rollout_id
 
@@ -378,7 +375,8 @@ def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> N
     --verify-checkpoints also if what was loaded is not what was saved."""
     path, buffer = checkpoint.path, actors.buffer
     loading = buffer.load(str(path / _BUFFER), checkpoint.rollout_id)
-    _, *restored = gather([loading, *actors.trainers.call("load", path)])
+    restored = actors.trainers.finish("load", path)
+    get(loading)
     if config.checkpoint.verify_checkpoints:
         same_layout = all(facts["rng_restored"] for facts in restored)
         loaded = StateHashes(

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import ray
 from ray.actor import ActorHandle
@@ -42,6 +43,10 @@ METRICS = """
 rollout/engines_died | engines | Engines found dead during the rollout. | --use-fault-tolerance
 eval/engines_died | engines | Engines found dead during the evaluation. | --use-fault-tolerance
 """
+
+
+class NoDevice(RuntimeError):
+    """An engine has no device to start on."""
 
 
 class RoutedEngines:
@@ -157,12 +162,25 @@ class RoutedEngines:
 
     def wait_for_new(self) -> list[int]:
         """Wait until every engine that is out has started, but is not in the router yet. Returns those that were new.
-        Raises RuntimeError if one could not be started, `MAX_STARTS` times."""
+        Raises RuntimeError if one could not be started, `MAX_STARTS` times, or has no device."""
+        limit_s = self._config.cluster.placement_timeout_s
+
+        def check_start(index: int, since: float) -> None:
+            self._check_stop()
+            if time.monotonic() - since > limit_s and self._launcher.has_lost_engine("engine", self._first + index):
+                raise NoDevice(
+                    f"{self._name(index)}: its node is dead, and Ray gave it no other device within {limit_s:.0f} s"
+                    " (--placement-timeout-s); add a node, or resume with a smaller --rollout-num-gpus"
+                )
+
         for index in list(self._starting):
             while True:
                 try:
-                    (self.urls[index],) = gather([self._starting[index]], self._check_stop)
+                    check = partial(check_start, index, time.monotonic())
+                    (self.urls[index],) = gather([self._starting[index]], check)
                     break
+                except NoDevice:
+                    raise
                 except (ray.exceptions.RayError, RuntimeError) as error:
                     self._failed_starts[index] += 1
                     count = self._failed_starts[index]

@@ -109,7 +109,9 @@ class Launcher:
         private = self._early_start.folder
         assert private is not None
         # Ray's processes inherit this one's environment; on a CPU so do the actors, in a cluster of the run's own.
-        added = LEAVE_DEVICES | self._early_start.environment() | self._env() if self._inherits else {}
+        added = (
+            LEAVE_DEVICES | self._early_start.environment() | (self._env(is_ours=True) or {}) if self._inherits else {}
+        )
         with without_secrets("ray"), extended_environment(added):
             start_ray(
                 plan.device,
@@ -153,6 +155,7 @@ class Launcher:
 
         An engine over several nodes has an actor on each; this is the one that serves (`runtime/multi_node_engine.py`).
         """
+        self.has_lost_engine(role, index)
         places, specs = self._engine_specs(role, index)
         for part in self._parts.pop(specs[0].name, []):  # of the engine whose place this one takes
             ray.kill(part)
@@ -165,13 +168,18 @@ class Launcher:
         self._parts[specs[0].name] = parts
         return self._engine_actor(MultiNodeEngineWorker, specs[0], places[0], parts)
 
+    def has_lost_engine(self, role: EngineRole, index: int) -> bool:
+        """Find out where the engine's devices are now; return whether the node of one is dead, and Ray has given no
+        other device so far."""
+        numbers = set(self._plan.bundles_of(role, index))
+        if self._group is None or numbers.isdisjoint(devices_gone(self.bundles)):
+            return False
+        self.bundles = places_now(self._plan.device, self._group, self.bundles)
+        return not numbers.isdisjoint(devices_gone(self.bundles))
+
     def _engine_specs(self, role: EngineRole, index: int) -> tuple[list[Bundle], list[EngineSpec]]:
         """(devices of an engine, the specification of each of its parts)."""
-        if role == "engine":
-            numbers = self._plan.all_engine_bundles[index]
-        else:
-            numbers = next(scorer.bundles[index] for scorer in self._plan.scorers if scorer.role == role)
-        places = [self.bundles[number] for number in numbers]
+        places = [self.bundles[number] for number in self._plan.bundles_of(role, index)]
         return places, engine_specs(
             *(self._config, self._plan, role, index, places),
             host_of=self._host,
@@ -182,7 +190,7 @@ class Launcher:
     def _engine_actor(self, cls: type, spec: EngineSpec, place: Bundle, *more: object) -> ActorHandle:
         log = self._log(f"{spec.role}-actor-{spec.index}" + (f"-part-{spec.node_rank}" if spec.node_rank else ""))
         settings = ProcessSettings(self._umask, host=spec.host, numa_affinity=self._config.cluster.numa_affinity)
-        actor_class = actor_on(cls, place, self._group, env=self._own_env(), max_concurrency=8)
+        actor_class = actor_on(cls, place, self._group, env=self._env(), max_concurrency=8)
         actor = actor_class.remote(spec, str(log), settings, *more)
         self.registry.add(spec.name, actor, log)
         return actor
@@ -194,7 +202,7 @@ class Launcher:
         """
         log = self._log(log_name)
         host = LOOPBACK if self.is_alone else ray.util.get_node_ip_address()
-        actor_class = actor_on(cls, None, None, env=self._own_env(), max_concurrency=8)
+        actor_class = actor_on(cls, None, None, env=self._env(), max_concurrency=8)
         return actor_class.remote(*arguments, self.api_key, str(log), ProcessSettings(self._umask, host=host))
 
     def make_trainers(self, plan: Plan) -> tuple[list[ActorHandle], list[ActorHandle]]:
@@ -232,7 +240,7 @@ class Launcher:
         threads[variable] = os.environ.get(variable, mode)
         threads |= DETERMINISTIC_GPU if self._config.run.bitwise and self._plan.device == "cuda" else {}
         for rank, bundle in enumerate(self.bundles[number] for number in bundles):
-            env = self._own_env()
+            env = self._env()
             log = self._log(f"{role or 'trainer'}-{rank}")
             nsys = _nsys(self._config, self.run_dir, rank, self._attempt) if role is None else None
             actor_class = actor_on(TRAINER_WORKERS[role], bundle, self._group, env=env, nsys=nsys, max_concurrency=1)
@@ -255,7 +263,7 @@ class Launcher:
     def make_buffer(self) -> ActorHandle:
         """The Buffer's actor, not yet set up."""
         log = self._log("buffer")
-        actor = actor_on(BufferWorker, None, None, env=self._own_env()).remote(
+        actor = actor_on(BufferWorker, None, None, env=self._env()).remote(
             self._config,
             self._plan,
             str(self.run_dir),
@@ -286,11 +294,10 @@ class Launcher:
     def _log(self, role: str) -> Path:
         return self.run_dir / "logs" / f"{role}.a{self._attempt}.log"
 
-    def _own_env(self) -> dict[str, str] | None:
-        """Return the environment to pass to an actor; None: it inherits ours."""
-        return None if self._inherits else self._env()
-
-    def _env(self) -> dict[str, str]:
+    def _env(self, *, is_ours: bool = False) -> dict[str, str] | None:
+        """Return the environment to pass to an actor, or to add to ours; None: it inherits ours."""
+        if self._inherits and not is_ours:
+            return None
         private = self._early_start.folder
         return actor_environment(
             self._plan,
@@ -383,7 +390,7 @@ class LocalLauncher(Launcher):
         self._early_start.begin(self._config, plan.device)
         self._inherits = False  # `_env` is for this process
         self._is_running = True
-        os.environ.update(self._env())
+        os.environ.update(self._env() or {})
         os.environ.update(collective_interfaces(LOOPBACK, os.environ))
         os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
         os.environ.setdefault(*MKL_MODE)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from fusionrl.base.environment import hide_passwords, is_secret
+from fusionrl.base.environment import HIDDEN, hide_secrets, is_secret
 from fusionrl.base.wording import counted
-from fusionrl.config.config import GROUPS, Config
+from fusionrl.config.config import FIELDS, GROUPS, Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.run_parts import policy_loss_name
@@ -32,16 +32,27 @@ _PREFIXES = {"sglang": "sglang-", "router": "router-", "transformer": "", "optim
 
 
 def write_model_card(folder: Path, config: Config, plan: Plan, rows: Sequence[Row], curves: Path | None) -> None:
-    """Write the card and a copy of the picture `curves` into `folder`; keep the base model's card as `BASE_CARD`."""
-    card = folder / CARD
-    if card.exists():
-        card.replace(folder / BASE_CARD)
+    """Write the card and a copy of the picture `curves` into `folder`; keep the base model's card as `BASE_CARD`. The
+    run may have done so before, and died."""
+    card, base_card = folder / CARD, folder / BASE_CARD
+    if card.exists() and not base_card.exists() and not _is_own(card, config):
+        card.replace(base_card)
     if curves is not None and curves.is_file():
         shutil.copyfile(curves, folder / CURVES)
     title = folder.resolve().name if config.run.name == Config().run.name else config.run.name
-    has_curves, has_base = (folder / CURVES).exists(), (folder / BASE_CARD).exists()
+    has_curves, has_base = (folder / CURVES).exists(), base_card.exists()
     text = model_card(title, config, plan, rows, has_curves=has_curves, has_base=has_base)
     write_atomically(card, text)
+
+
+def _is_own(card: Path, config: Config) -> bool:
+    """Return whether the card names the same command, so that this run wrote it."""
+    return _repeat(config) in card.read_text(encoding="utf-8", errors="replace")
+
+
+def _repeat(config: Config) -> str:
+    command = " \\\n  ".join(_command(config))
+    return f"```\n{command}\n```\n"
 
 
 def model_card(title: str, config: Config, plan: Plan, rows: Sequence[Row], *, has_curves: bool, has_base: bool) -> str:
@@ -68,8 +79,7 @@ def model_card(title: str, config: Config, plan: Plan, rows: Sequence[Row], *, h
         parts.append(f"![curves of the run]({CURVES})\n")
     if table := _evaluations(rows):
         parts += ["## Evaluation\n", table]
-    command = " \\\n  ".join(_command(config))
-    parts += ["## Repeat it\n", f"```\n{command}\n```\n", "## Versions\n", _versions()]
+    parts += ["## Repeat it\n", _repeat(config), "## Versions\n", _versions()]
     return "\n".join(parts)
 
 
@@ -144,12 +154,12 @@ def _flag(flag: str, value: object, *, may_be_secret: bool = False) -> list[str]
     values = value if isinstance(value, list | tuple) else [value]
     texts = [json.dumps(item) if isinstance(item, dict) else _shown(item) for item in values]
     hidden = may_be_secret and is_secret(flag[2:].replace("-", "_"), "")
-    return [f"{flag} {'***' if hidden else ' '.join(map(shlex.quote, texts))}"]
+    return [f"{flag} {HIDDEN if hidden else ' '.join(map(shlex.quote, texts))}"]
 
 
 def _shown(value: object) -> str:
-    """Return a value as the user gave it: a hub name instead of its cache folder, no passwords."""
-    return hide_passwords(_CACHED.sub(r"\1/\2", str(value)))
+    """Return a value as the user gave it: a hub name instead of its cache folder, no passwords and keys."""
+    return hide_secrets(_CACHED.sub(r"\1/\2", str(value)), FIELDS)
 
 
 def _versions() -> str:

@@ -32,7 +32,7 @@ from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.launcher import Launcher
 from fusionrl.runtime.ray_cluster import devices_gone, end_on_nodes
 from fusionrl.runtime.snapshots import Snapshots
-from fusionrl.runtime.supervisor import FAILURES, chain, root_cause
+from fusionrl.runtime.supervisor import FAILURES, actor_of, chain, root_cause
 from fusionrl.runtime.trainers import TrainerGroups
 from fusionrl.weights.remote_calls import waiting
 
@@ -43,11 +43,12 @@ _LOOK_S = 1.0
 _MOST_FAILED = 3  # snapshots in a row
 _START_S = 300.0  # for the processes of all ranks to be there: a disk that many read at once takes minutes
 # Errors that torch raises in a rank: its peers or its device are gone, and no code of the run is to blame.
-_BROKEN = ("gloo/transport", "NCCL error", "CUDA error", "Connection closed by peer")
+_OF_PEERS = ("gloo/transport", "NCCL error", "Connection closed by peer")
+_BROKEN = (*_OF_PEERS, "CUDA error")
 # Errors of a device that a new start meets again: memory outside torch's allocator, and a kernel's wrong index.
 _OF_CODE = ("CUDA error: out of memory", "device-side assert", "illegal memory access")
 _BROKEN_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "AcceleratorError"}
-_OF_USERS = (ValueError, HookError, ChildExited, FloatingPointError)  # these name their cause
+_OF_USERS = (ValueError, ChildExited, FloatingPointError)  # these name their cause; so does a HookError
 
 
 class NoStart(RuntimeError):
@@ -204,15 +205,23 @@ class TrainerRecovery:
             from fusionrl.runtime.watchdog import Stalled  # not where a run is in one process
 
             return Stalled(stalled)
-        if not self._launcher.is_running or isinstance(root_cause(error), _OF_USERS):
+        raised, is_in_setup = root_cause(error), is_starting and self._is_setting_up
+        if not self._launcher.is_running or isinstance(raised, HookError):
+            return None
+        if isinstance(raised, _OF_USERS) and not is_in_setup:  # which went well at the start of the run
             return None
         everyone = self._trainers.everyone
         death = self._launcher.registry.explain(error, among=[rank for group in everyone.values() for rank in group])
+        answered = is_in_setup and death is None and isinstance(error, ray.exceptions.RayTaskError)
+        if is_in_setup and not (answered and _is_of_peers(error)):
+            actor = actor_of(error) if death is None else death.member.id
+            for name, group in everyone.items():
+                places = zip(group, self._trainers.bundles[name], strict=True)
+                self._failed_starts.update(bundle for rank, bundle in places if rank._actor_id.hex() == actor)
+        if answered:
+            return NoStart(f"a trainer does not start again: {raised}")
         if death is None:
             return error if self._is_away(error) or (not of_engines and _is_broken(error)) else None
-        if is_starting and self._is_setting_up:
-            name = next(name for name, group in everyone.items() if death.member.handle in group)
-            self._failed_starts[self._trainers.bundles[name][everyone[name].index(death.member.handle)]] += 1
         return death
 
     def _check_state(self, error: Exception) -> None:
@@ -314,7 +323,7 @@ class TrainerRecovery:
                 # Other ranks have their part, and wait for all in a collective: no rank can take another state now.
                 raise NoStart(f"the snapshot after step {newest + 1} is lost with its node") from error
         if checkpoint is not None:
-            groups.wait_for(groups.call("load", checkpoint.path))
+            groups.finish("load", checkpoint.path, wait=groups.wait_for)
         return newest
 
     def _is_away(self, error: BaseException) -> bool:
@@ -322,6 +331,13 @@ class TrainerRecovery:
         ids = {trainer._actor_id.hex() for group in self._trainers.everyone.values() for trainer in group}
         errors = (link for link in chain(error) if isinstance(link, ray.exceptions.ActorUnavailableError))
         return any(link.actor_id in ids for link in errors)
+
+
+def _is_of_peers(error: BaseException) -> bool:
+    """Return whether a rank has failed because another one did."""
+    types = _BROKEN_TYPES - {"AcceleratorError"}
+    cause = root_cause(error)
+    return type(cause).__name__ in types or any(words in f"{error} {cause}" for words in _OF_PEERS)
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.formats import write_atomically
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
-from fusionrl.observe.run_dir import forget_export, is_exported, note_export, read_states
+from fusionrl.observe.run_dir import exported_rollout, forget_export, note_export, read_states
 from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.repeatable import repeatability
@@ -212,7 +212,7 @@ def run_training(
                 progress.status("saving the Hugging Face folder")
                 last = plan.num_rollout - 1
                 exported = Path(config.checkpoint.save_hf.format(rollout_id=last))
-                if run.first_rollout > last and is_exported(path, exported, last):
+                if run.first_rollout > last and exported_rollout(path, exported) == last:
                     progress.print(f"--save-hf: {exported} has the weights after step {last + 1} already")
                 else:
                     actors.engines.make_way()
@@ -228,12 +228,20 @@ def run_training(
             raise
         title = f"{path.resolve().name} ({config.run.mode})"
         rows = read_metrics(path)
-        drawing = drawing_thread.submit(draw_curves, rows, path / "curves.png", title)  # while actors end
+        drawing = drawing_thread.submit(_draw, rows, path / "curves.png", title)  # while actors end
     drawing.result()
     if exported is not None:
-        forget_export(path)
         write_model_card(exported, config, plan, rows, path / "curves.png")
+        forget_export(path)
     _tell_repeatability(config, plan, path, rows, progress)
+
+
+def _draw(rows: list[dict[str, object]], out: Path, title: str) -> None:
+    """Draw the curves, if there are any: a user's function may log the metrics in its own way."""
+    try:
+        draw_curves(rows, out, title)
+    except ValueError as error:
+        logger.info("no curves: %s", error)
 
 
 def _tell_repeatability(

@@ -178,8 +178,10 @@ class Actors:
     def _find_death(self, error: BaseException) -> RuntimeError | None:
         if self._in_process or not self._launcher.is_running:  # without Ray no actor can be questioned
             return None
-        # These name their cause: a user's mistake, a user's function, a server that ended.
-        if isinstance(root_cause(error), ValueError | HookError | ChildExited):
+        from fusionrl.runtime.watchdog import Stalled
+
+        # These name their cause: a user's mistake, a user's function, a server that ended, ranks that were ended.
+        if isinstance(root_cause(error), ValueError | HookError | ChildExited | Stalled):
             return None
         try:
             return self._launcher.registry.explain(error) or self.engines.find_dead()

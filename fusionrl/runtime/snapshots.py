@@ -63,6 +63,8 @@ class Snapshots:
         if config.passthrough.optimizer.get("optimizer_cpu_offload"):
             return "with --optimizer-cpu-offload Megatron has weights of its own on the host"
         groups, bundles = self._trainers, self._launcher.bundles
+        if groups.takes_turns_inside:
+            return "actor and critic take turns on shared GPUs (a reward model that is trained likewise)"
         ranks = Counter(bundles[place].node_id for name in groups.trained for place in groups.bundles[name])
         stores = {node["NodeID"]: float(node["Resources"].get("object_store_memory", 0)) for node in ray.nodes()}
         num_copies = 4 if len(ranks) > 1 else 2  # the newest and the next one; and likewise for another node

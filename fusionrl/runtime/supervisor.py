@@ -203,6 +203,12 @@ def _calls(error: BaseException) -> list[tuple[str, str, str]]:
     return _CALL.findall(str(error))[::-1]
 
 
+def actor_of(error: BaseException) -> str:
+    """Return the id of the actor that raised an error, "" where it does not say."""
+    calls = _calls(error)
+    return calls[0][2] if calls else ""
+
+
 def _reason(reported: ray.exceptions.RayActorError | None, pid: int | None, cause: str) -> str:
     if reported is not None and reported.actor_init_failed:
         lines = str(reported).strip().splitlines()

@@ -261,7 +261,7 @@ class ClockOffsets:
 
     def __init__(self, registry: ActorRegistry) -> None:
         self._registry = registry
-        self._elsewhere: defaultdict[str, list[str]] = defaultdict(list)  # boot of a machine → names of actors
+        self._elsewhere: dict[str, list[str]] = {}  # boot of a machine → names of actors
 
     def find(self) -> None:
         """Ask the actors of the run for their machine, and measure for the first time."""
@@ -272,13 +272,16 @@ class ClockOffsets:
                 logger.warning("%s did not tell its clock: %s", name, error)
                 continue
             if boot != spans.boot_id():
-                self._elsewhere[boot].append(name)
+                self._elsewhere.setdefault(boot, []).append(name)
         self.measure()
 
     def measure(self) -> None:
         """Record the clock of each other machine, if the first of its actors answers; if not, ask another next time."""
         if (recorder := spans.recorder()) is None:
             return
+        living = {member.name for member in self._registry}
+        machines = {boot: [name for name in names if name in living] for boot, names in self._elsewhere.items()}
+        self._elsewhere = {boot: names for boot, names in machines.items() if names}  # ranks may be left out
         for names in self._elsewhere.values():
             try:
                 recorder.note_clock(*spans.measure_offset(partial(self._ask, names[0])))

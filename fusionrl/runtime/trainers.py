@@ -131,9 +131,25 @@ class TrainerGroups:
 
     def make_room(self, group: list[ActorHandle]) -> None:
         """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
-        is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
-        if is_shared and self.config.cluster.offload_train != "never":
+        if self.takes_turns_inside:
             get([trainer.offload.remote(False) for trainer in group])
+
+    @property
+    def takes_turns_inside(self) -> bool:
+        """Return whether actor and critic (or prm) share GPUs which hold the memory of one of them."""
+        is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
+        return is_shared and self.config.cluster.offload_train != "never"
+
+    def finish(self, method: str, *arguments: object, wait: Callable[[Refs], list[Any]] = gather) -> list[Any]:
+        """As `call`, and wait for the answers; of groups that take turns on GPUs, one after the other."""
+        if not self.takes_turns_inside:
+            return wait(self.call(method, *arguments))
+        answers = list[Any]()
+        for name, group in self.trained.items():
+            for other in self.trained.values():
+                self.make_room([] if other is group else other)
+            answers += wait(self.call(method, *arguments, only=name))
+        return answers
 
     def validation_losses(self, sets: dict[str, list[ray.ObjectRef]]) -> dict[str, float]:
         """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, and eval/<set>/num_tokens.
@@ -156,15 +172,16 @@ class TrainerGroups:
             get([trainer.offload.remote(keep_weights) for trainer in self.policy])
             get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
-    def call(self, method: str, *arguments: object) -> list[ray.ObjectRef]:
-        """Call a method of `ModelRank` on all trainers whose state a checkpoint has: those that this mode trains.
+    def call(self, method: str, *arguments: object, only: str | None = None) -> list[ray.ObjectRef]:
+        """Call a method of `ModelRank` on all trainers whose state a checkpoint has: those that this mode trains; on
+        the group `only`.
 
         A path among the arguments becomes that of the trainer's folder in it.
         """
         refs = []
         for name, group in self.trained.items():
             of_group = [str(value / name) if isinstance(value, Path) else value for value in arguments]
-            refs += [getattr(trainer, method).remote(*of_group) for trainer in group]
+            refs += [getattr(trainer, method).remote(*of_group) for trainer in group if only in (None, name)]
         return refs
 
     @property

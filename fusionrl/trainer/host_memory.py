@@ -278,16 +278,17 @@ class Offload:
 
     def reload(self, *, only_weights: bool = False) -> None:
         """Take the memory back (the weights' alone, if asked for); nothing where it is there."""
-        away, self._weights = self._weights, []
         while self._suspended:
             self._suspended.pop(0).resume()  # not again after a failure, which ends the run
-        if not only_weights:
-            away, self._rest = away + self._rest, []
-        for storage, size, restore in away:
-            if storage.nbytes() != size:
-                storage.resize_(size)
-            restore(storage)
-        if away and self._device.type == "cuda":
+        restored = list[_Away]()  # which the device may still be reading
+        for away in [self._weights] if only_weights else [self._weights, self._rest]:
+            while away:  # what does not fit stays away
+                storage, size, restore = away[-1]
+                if storage.nbytes() != size:
+                    storage.resize_(size)
+                restore(storage)
+                restored.append(away.pop())
+        if restored and self._device.type == "cuda":
             torch.cuda.synchronize()
 
     def _storages(

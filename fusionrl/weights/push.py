@@ -133,7 +133,8 @@ class Push:
 
     def _ask_trainers(self, method: str, *args: object) -> list[Any]:
         """Return the answers of all ranks."""
-        calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(self.trainers)]
+        trainers = enumerate(self.trainers)
+        calls = [(f"trainer {rank}: {method}", getattr(t, method).remote(*args)) for rank, t in trainers]
         return wait_all(calls, self._left())
 
     def _engine_calls(self, method: str) -> list[tuple[str, ObjectRef]]:

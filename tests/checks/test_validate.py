@@ -352,6 +352,7 @@ def test_a_resume_keeps_the_folder_of_save_hf_that_the_run_wrote_before_it_died(
     one(errors(**flags), refused)
     (run / "checkpoints" / "step_000002").mkdir(parents=True)
     assert errors(**flags) == []
+    assert errors(**flags | {"num_rollout": None, "num_epoch": 1}) == [], "how many steps that is the data tell"
     one(errors(**flags | {"num_rollout": 3}), refused)
     assert refused in " ".join(errors(**flags | {"resume": False}))
     folder.rename(tmp_path / "moved")

@@ -181,7 +181,7 @@ def test_a_push_waits_for_room(two: Served) -> None:
     for name in ("math", "policy"):
         two.push(14, name)
     _settle(two, "policy@14", "math@14")
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(6) as pool:
         asked = []
         for version in (15, 16, 17, 18):  # version 14 is still loaded
             # As many tokens as the model has positions: about a minute, unless aborted.
@@ -191,8 +191,11 @@ def test_a_push_waits_for_room(two: Served) -> None:
         with pytest.raises(EndpointError, match=NO_ROOM):
             two.push(19, "policy", timeout_s=0.3)
         assert two.ask(2, input_ids=PROMPTS[0], lora_path="policy")["meta_info"]["weight_version"] == "18"
-        waiting = pool.submit(two.push, 19, "policy")
+        older = pool.submit(two.push, 19, "policy")  # of trainers that die
         time.sleep(0.5)
+        waiting = pool.submit(two.push, 19, "policy")
+        with pytest.raises(RuntimeError, match="another push of adapters replaces"):
+            older.result(30)
         assert not waiting.done()
         two.engine._call("POST", "/abort_request", {"abort_all": True})
         waiting.result()

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from fusionrl.data.images import ImageLimits, ProcessorFiles
 from fusionrl.data.processor import image_inputs
 from fusionrl.data.sample import Sample
 from fusionrl.data.sample_images import images_of
+from fusionrl.rewards import pool as pool_module
 from fusionrl.rewards.pool import BLOCKED_S, RewardPool
 from fusionrl.rewards.reward_call import LostReward, RewardCall, RewardRaised, Scorer
 from tests.own_process import wait_until
@@ -287,3 +289,40 @@ def test_a_pool_closed_with_new_work_ends_without_a_word(hooks: str, caplog: pyt
     closing.join(30)
     assert futures[0].cancelled() and pool._event_loop.is_closed()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+def test_a_system_without_room_for_a_process_is_asked_again(hooks: str, caplog: pytest.LogCaptureFixture) -> None:
+    """All descriptors are in use for a moment. The next look comes by itself: at a rollout's end nothing else does."""
+    pool, before = RewardPool(1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        futures, _ = submit(pool, f"{hooks}:plain", [5], 60.0)
+        wait_until(lambda: "could not be started" in caplog.text)
+        assert not futures[0].done()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert futures[0].result(60) == 5.0
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ["plain", "waits"])
+def test_processes_that_end_as_they_start_end_the_wait(name: str, hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_COMMAND", "raise SystemExit(3)")
+    pool = RewardPool(1)
+    futures, _ = submit(pool, f"{hooks}:{name}", [5], 60.0)
+    with pytest.raises(RuntimeError, match=r"3 processes for rewards in a row ended as they started \(exit status 3\)"):
+        futures[0].result(60)
+    pool.close()
+
+
+def test_without_any_room_the_wait_ends(hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_START_S", 0.2)
+    pool, before = RewardPool(1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        futures, _ = submit(pool, f"{hooks}:plain", [5], 60.0)
+        with pytest.raises(OSError, match="Too many open files"):
+            futures[0].result(60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    pool.close()

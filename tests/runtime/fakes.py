@@ -83,7 +83,7 @@ class Fleet(Processes):
         self.said, self.stop = list[str](), Mock()
         limits = {"interval": 0.1, "timeout": 0.5, "first_wait": 0.0} | flags
         rollout = SimpleNamespace(**{f"rollout_health_check_{name}": value for name, value in limits.items()})
-        config: Any = SimpleNamespace(rollout=rollout)
+        config: Any = SimpleNamespace(rollout=rollout, cluster=SimpleNamespace(placement_timeout_s=120.0))
         launcher: Any = SimpleNamespace(api_key="key", make_engine=lambda role, index: self.make(index - first))
         parts = (config, launcher, self.said.append, self.stop)
         self.group = RoutedEngines(*parts, first=first, may_lose_all=may_lose_all)

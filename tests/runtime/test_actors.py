@@ -18,6 +18,7 @@ from fusionrl.runtime.actor_process import ProcessSettings
 from fusionrl.runtime.launcher import Launcher, actor_environment
 from fusionrl.runtime.run_actors import Actors
 from fusionrl.runtime.supervisor import ActorRegistry, Member, Terminated
+from fusionrl.runtime.watchdog import Stalled
 from tests.plan.test_plan import plan
 
 
@@ -125,6 +126,14 @@ def test_members_may_be_added_while_they_are_counted(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- the end
+def test_ranks_that_the_watchdog_ended_are_not_the_cause_of_a_stall() -> None:
+    actors: Any = object.__new__(Actors)
+    actors._in_process, actors.engines = False, Mock()
+    actors._launcher = Mock(is_running=True)
+    assert actors._find_death(Stalled("the ranks wait in different collectives")) is None
+    assert actors._find_death(RuntimeError("closed")) is actors._launcher.registry.explain.return_value
+
+
 @pytest.mark.parametrize(
     ("error", "is_written"),
     [(None, True), (Terminated("SIGTERM"), True), (KeyboardInterrupt(), False), (RuntimeError("a rank died"), False)],

@@ -189,6 +189,7 @@ def disk_of(error: BaseException | None = None) -> MagicMock:
     disk = MagicMock(**{"__len__.return_value": 1, "is_saved.return_value": [put(True)]})
     disk.finish_save.return_value = []
     disk.call = lambda method, *args: getattr(disk, method)(*args)
+    disk.finish = lambda method, *args: get(disk.call(method, *args))
     disk.save.remote, disk.begin_save = save, Mock(side_effect=begin_save)
     return disk
 

@@ -15,8 +15,9 @@ from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import ExternalEngineFacts
 from fusionrl.observe.run_dir import WANTED, add_wanted, read_states, remove_wanted
 from fusionrl.runtime import external_engines
-from fusionrl.runtime.engine_pool import MAX_STARTS, EnginePool
+from fusionrl.runtime.engine_pool import MAX_STARTS, EnginePool, NoDevice
 from fusionrl.runtime.external_engines import ExternalEngines
+from tests.own_process import wait_until
 from tests.runtime import fakes
 from tests.runtime.fakes import Router
 
@@ -55,6 +56,8 @@ class World(fakes.Processes):
         bundles = [SimpleNamespace(node_id="node")] * 3
         launcher: Any = SimpleNamespace(make_router=self.make_router, api_key="key", bundles=bundles)
         launcher.make_engine = lambda role, index: self.make(index)
+        launcher.has_lost_engine = lambda role, index: index in self.lost
+        self.lost: list[int] = []  # engines without a node
         self.pool = EnginePool(Config.from_flat(flags), plan, launcher, on_addresses=self.note)
         self.pool.start()
 
@@ -117,6 +120,16 @@ def test_one_that_dies_as_the_router_gets_it_is_found_with_its_log(is_tolerant, 
         it.pool.finish_start()
     found = it.pool.find_dead()
     assert found is not None and "engine 2 was killed" in str(found)
+
+
+def test_one_whose_node_died_is_not_waited_for_without_end(world: Any) -> None:
+    it = world(use_fault_tolerance=True, placement_timeout_s=2.0)
+    it.lost = [1]
+    it.set(1, "starts slowly")  # Ray starts no actor without a device
+    it.pool.engines[1].die.remote()
+    wait_until(lambda: it.pool.check(False) or it.pool.num_out == 1)
+    with pytest.raises(NoDevice, match=r"engine 1: its node is dead, and Ray gave it no other device within 2 s"):
+        it.pool.finish_starts()
 
 
 def test_with_fault_tolerance_it_gets_the_weights_of_the_next_evaluation(world: Any) -> None:

@@ -130,7 +130,9 @@ class Clock:
         return self._boot, time.monotonic_ns() + AHEAD_NS
 
 
-def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_asked(tmp_path, monkeypatch) -> None:
+def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_asked(
+    tmp_path, monkeypatch, caplog
+) -> None:
     monkeypatch.setattr(telemetry, "ray", SimpleNamespace(get=lambda clock, timeout: clock.answer()))
     spans.record_to(tmp_path, "driver", 1)
     registry: Any = ActorRegistry()
@@ -152,4 +154,8 @@ def test_a_process_that_died_ends_no_step_and_its_successor_or_another_one_is_as
     assert measured()[2:] == ["boot-3"]
     clocks.measure()
     assert measured()[3:] == ["boot-2", "boot-3"]
+    registry.forget([member.handle for member in registry if member.name == "engine 2"])
+    caplog.clear()
+    clocks.measure()
+    assert measured()[5:] == ["boot-2"] and not caplog.records, "its machine is left out"
     spans.stop_recording()

@@ -19,6 +19,7 @@ from fusionrl.runtime import loops
 from fusionrl.runtime.buffer_calls import PendingCall
 from fusionrl.runtime.buffer_handle import BufferHandle, EvaluationLost
 from fusionrl.runtime.loops import idle_shares, on_policy, streamed
+from fusionrl.runtime.run import _draw
 from fusionrl.runtime.supervisor import StopSignal, Terminated
 from tests.runtime.run_fakes import Cluster, run_of
 
@@ -78,6 +79,13 @@ def test_the_idle_share_of_a_step() -> None:
     assert idle_shares(times, True) == pytest.approx({"perf/trainers_idle": 0.6, "perf/engines_idle": 0.4})
     assert idle_shares(times | {"perf/engines_idle": 0.1}, True) == pytest.approx({"perf/trainers_idle": 0.6})
     assert idle_shares(times, False).keys() == {"perf/trainers_idle"}, "a run without engines"
+
+
+def test_a_run_without_anything_to_draw_has_not_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As an evaluation whose metrics a user's function logs."""
+    caplog.set_level("INFO")
+    _draw([{"step": 0, "eval/weight_version": 0}], tmp_path / "curves.png", "alone")
+    assert "no curves: nothing to draw" in caplog.text and not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------- which loop runs a configuration

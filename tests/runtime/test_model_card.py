@@ -66,6 +66,8 @@ def test_it_keeps_secrets_and_paths_to_itself() -> None:
     text = card("--sglang-ssl-keyfile-password", "abc123", *reward)
     assert "abc123" not in text and "--sglang-ssl-keyfile-password ***" in text
     assert "hunter2" not in text and "http://me:***@host:80/score" in text
+    text = card("--rm-type", "remote_rm", "--rm-url", "https://host/score?api_key=hunter2&k=2")
+    assert "hunter2" not in text and "https://host/score?api_key=***&k=2" in text
     assert "/home/someone" not in text, "the run's folder is not part of what it is"
     cached = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0a1b2c"
     text = card("--hf-checkpoint", cached)
@@ -85,3 +87,15 @@ def test_its_title_is_the_model_s_name_and_the_base_models_card_is_kept(tmp_path
     assert (folder / "curves.png").read_bytes() == b"png"
     text = (folder / "README.md").read_text()
     assert "[README.base.md](README.base.md)" in text and f"\n# {title}\n" in text
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+def test_a_run_that_died_after_the_card_writes_it_again(tmp_path: Path, has_base: bool) -> None:
+    config, _ = read_args(ARGV)
+    if has_base:
+        (tmp_path / "README.md").write_text("the base model's")
+    texts = []
+    for _ in range(2):
+        write_model_card(tmp_path, config, PLAN, ROWS, None)
+        texts.append({file.name: file.read_text() for file in tmp_path.iterdir()})
+    assert texts[0] == texts[1] and ("README.base.md" in texts[1]) == has_base

@@ -51,6 +51,7 @@ class Run:
         self.rank, self.starts, self.failing = rank, 0, list[Exception]()
         groups = Mock(
             plan=Mock(takes_turns=False),
+            takes_turns_inside=False,
             everyone={"trainer": [rank]},
             trained={"trainer": [rank]},
             bundles={"trainer": (3,)},
@@ -96,6 +97,43 @@ def test_a_rank_that_died_comes_back_and_its_device_is_left_out_if_it_dies_again
     with pytest.raises(ActorDied):  # --max-restarts 3
         run.recovery.train(rollout(1))
     assert run.starts == 3
+
+
+def raised_by(error: Exception) -> ray.exceptions.RayTaskError:
+    """As Ray raises what the rank's actor has raised."""
+    told = "\x1b[36mray::PolicyWorker.setup()\x1b[39m (pid=7, ip=127.0.0.1, actor_id=ab, repr=<PolicyWorker>)"
+    return ray.exceptions.RayTaskError("setup", told, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (ValueError("rank 1: placed on GPU 1 of its node, where torch sees 1"), {3: 1}),
+        (RuntimeError("CUDA error: no CUDA-capable device is detected"), {3: 1}),
+        (RuntimeError("CUDA error: out of memory"), {3: 1}),
+        (RuntimeError(GLOO), {}),  # of another rank
+    ],
+)
+def test_a_device_on_which_a_rank_cannot_be_set_up_is_to_blame(error: Exception, failed: dict[int, int]) -> None:
+    run = Run()
+    run.failing = [raised_by(error)]
+    run.train.side_effect = [RuntimeError(GLOO), {"train/loss": 1.0}]
+    assert run.recovery.train(rollout(0)) == {"train/loss": 1.0}
+    assert run.starts == 2 and run.recovery._failed_starts == failed
+
+
+def test_a_setup_that_never_succeeds_again_is_no_mistake_of_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose exit code would keep --supervise from starting the run again. A hook's error is one."""
+    run = Run()
+    run.failing = [raised_by(ValueError("torch sees no CUDA device")) for _ in range(3)]
+    run.train.side_effect = RuntimeError(GLOO)
+    with pytest.raises(module.NoStart, match="a trainer does not start again: torch sees no CUDA device"):
+        run.recovery.train(rollout(0))
+    run = Run()
+    run.failing, run.train.side_effect = [raised_by(HookError("--custom-x raised"))], RuntimeError(GLOO)
+    with pytest.raises(ray.exceptions.RayTaskError):
+        run.recovery.train(rollout(0))
+    assert run.starts == 1
 
 
 @pytest.mark.parametrize(
@@ -157,6 +195,8 @@ def test_no_snapshots_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, cap
     )
     two.recovery._trainers.bundles = {"trainer": (0, 1, 2, 3)}  # type: ignore[misc]
     assert "they need 0.9 GiB" in two.recovery._snapshots.lacking(two.recovery._config)
+    two.recovery._trainers.takes_turns_inside = True  # type: ignore[misc]
+    assert "actor and critic take turns" in two.recovery._snapshots.lacking(two.recovery._config)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +361,6 @@ def test_a_state_that_is_lost_costs_another_start() -> None:
     groups.restore.side_effect = ray.exceptions.RayTaskError("restore", "", lost)  # type: ignore[attr-defined]
     run.recovery._snapshots.newest = Mock(rollout_id=3)
     run.recovery._start = Mock(rollout_id=3, path="step_4")
-    groups.call.return_value = []  # type: ignore[attr-defined]
     states = []
 
     def restart() -> None:
@@ -330,7 +369,8 @@ def test_a_state_that_is_lost_costs_another_start() -> None:
     run.recovery._restart = restart  # type: ignore[method-assign]
     assert run.recovery.retry(Mock(side_effect=[RuntimeError(GLOO), "done"])) == "done"
     assert states == [3] and not run.recovery.is_behind
-    assert groups.restore.call_count == 1 and groups.call.mock_calls == [call("load", "step_4")]  # type: ignore[attr-defined]
+    expected = [call("load", "step_4", wait=groups.wait_for)]
+    assert groups.restore.call_count == 1 and groups.finish.mock_calls == expected  # type: ignore[attr-defined]
 
 
 def test_trainers_that_did_not_come_back_are_behind() -> None:

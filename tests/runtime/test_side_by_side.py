@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
 from fusionrl.plan.trainer_plan import auxiliary_config
 from fusionrl.runtime.trainers import TrainerGroups
+from fusionrl.weights.remote_calls import get, put
 from tests.trainer.hf_models import make_critic
 from tests.trainer.local_ranks import LocalRanks
 from tests.trainer.test_prime import PRIME
@@ -124,3 +126,32 @@ def test_both_work_at_once_and_learn_what_they_learn_in_turn(pools, hf, tmp_path
         assert max(both[:2]) < min(both[2:])
     waits = [line.split()[0] for line in shared]
     assert waits == ["begin", "end"] * (len(waits) // 2) and not any("score_ahead" in line for line in shared)
+
+
+def test_groups_that_take_turns_on_gpus_save_and_load_one_after_the_other(tmp_path: Path) -> None:
+    """Neither has room while the other has its memory."""
+    log = list[str]()
+
+    class Turns:
+        def __init__(self, role: str) -> None:
+            self.role = role
+
+        def __getattr__(self, method: str) -> Any:
+            def remote(*arguments: object) -> Any:
+                log.append(f"{method} {self.role}")
+                return put(self.role)
+
+            return SimpleNamespace(remote=remote)
+
+    layout = SimpleNamespace(dp=1)
+    auxiliary = SimpleNamespace(role="critic", layout=layout)
+    plan: Any = SimpleNamespace(device="cuda", shares_with_auxiliary=True, auxiliary=auxiliary, layout=layout)
+    groups = TrainerGroups(Config.from_flat({}), plan, get)
+    actors: Any = [Turns("policy")], [Turns("critic")]
+    groups.policy, groups.auxiliaries = actors
+    assert groups.finish("begin_save", tmp_path, 3) == ["policy", "critic"]
+    assert log == ["offload critic", "begin_save policy", "offload policy", "begin_save critic"]
+    plan.shares_with_auxiliary = False
+    log.clear()
+    assert groups.finish("begin_save", tmp_path, 3) == ["policy", "critic"]
+    assert log == ["begin_save policy", "begin_save critic"]

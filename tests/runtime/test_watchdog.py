@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from fusionrl.observe import spans
 from fusionrl.observe.stalls import EngineLoad, LatePhase, ProcessState
 from fusionrl.runtime import watchdog as watchdog_module
 from fusionrl.runtime.watchdog import Stalled, Watchdog, are_trainers_to_blame
-from fusionrl.weights.remote_calls import waited_for, waiting
+from fusionrl.weights.push import Push
+from fusionrl.weights.remote_calls import LocalRef, waited_for, waiting
 from tests.own_process import wait_until
 
 
@@ -86,6 +88,35 @@ def test_trainers_are_to_blame_where_no_other_process_is(
 ) -> None:
     seen = [ProcessState(role, 7, "host", "", trouble, "") for role, trouble in troubles.items()]
     assert are_trainers_to_blame(waits, seen) is expected
+
+
+@pytest.mark.parametrize("part", ["from_memory", "of_adapters", "by_disk"])
+def test_trainers_that_wait_in_a_push_are_not_to_blame(part: str) -> None:
+    """The names that a push gives its waits are those that tell it."""
+    called, never = threading.Event(), LocalRef[Any](Future())
+
+    def call(*arguments: object) -> LocalRef[Any]:
+        called.set()
+        return never
+
+    trainer: Any = Mock()
+    for name in ("prepare_push", "push_weights", "push_adapters", "write_weights"):
+        getattr(trainer, name).remote = call
+    push = Push([trainer, trainer], [], 3, timeout_s=60.0)
+    ways: dict[str, Callable[[], object]] = {
+        "from_memory": lambda: push.from_memory([], "broadcast", "retract"),
+        "of_adapters": push.of_adapters,
+        "by_disk": lambda: push.by_disk(None, "retract", keep_files=False),
+    }
+    with ThreadPoolExecutor(1) as thread:
+        pushing = thread.submit(ways[part])
+        assert called.wait(30)
+        wait_until(lambda: bool(waited_for()))
+        waits = [str(name) for name in waited_for()]
+        assert waits and all(name.startswith("trainer ") for name in waits)
+        assert not are_trainers_to_blame(waits, [])
+        never.future().set_exception(RuntimeError("the end"))
+        assert "the end" in str(pushing.exception(30))
 
 
 def test_trainers_that_stall_are_ended_and_the_run_is_not(logs: Path) -> None:

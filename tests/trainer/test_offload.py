@@ -75,6 +75,32 @@ def test_bit_for_bit_and_really_gone(workers, hf, precision, tmp_path):
     assert workers.train(shards, layout, 1) == after
 
 
+def has_no_room(actor) -> None:
+    """Take the memory back, a part of which does not fit at first."""
+    offload = actor._offload
+
+    def fails(storage: torch.UntypedStorage) -> None:
+        raise MemoryError("no room")
+
+    storage, size, restore = offload._rest[0]
+    offload._rest[0] = storage, size, fails
+    with pytest.raises(MemoryError, match="no room"):
+        offload.reload()
+    assert offload._rest and not offload._weights
+    offload._rest[0] = storage, size, restore
+    offload.reload()
+
+
+def test_what_has_no_room_stays_away(workers, hf):
+    config = config_of(hf("qwen3", False, **BIG)[0])
+    workers.start(config, TrainerLayout(1))
+    workers.train(Samples(2, seed=2).shards(1))
+    before = workers.call("state_hashes")
+    workers.call("offload")
+    workers.run(has_no_room)
+    assert workers.call("state_hashes") == before
+
+
 def leaves(actor) -> set[bool]:
     """Whether the tensors that the optimizer moves are leaves of autograd."""
     optimizers = [inner.optimizer for inner in actor.trained.optimizer.chained_optimizers]
