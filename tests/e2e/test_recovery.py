@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray._private.state import GlobalState
@@ -125,39 +127,72 @@ def test_a_rank_hangs_and_one_has_lost_its_device(task: Path, tmp_path: Path) ->
         assert values == pytest.approx(expected[step], rel=1e-4)
 
 
-def node_of_the_buffer(address: str) -> str:
-    """The driver's node: on one machine it may join any."""
+def nodes_of(address: str, kind: str) -> list[str]:
+    """The nodes of the actors of a class. That of the Buffer is the driver's, which on one machine may join any."""
     state = GlobalState()
     state._initialize_global_state(GcsClientOptions.create(address, None, True, False))
     try:
         actors = state.actor_table(None).values()
-        (node,) = (actor["Address"]["NodeID"] for actor in actors if actor["ActorClassName"].endswith("BufferWorker"))
+        return [actor["Address"]["NodeID"] for actor in actors if actor["ActorClassName"].endswith(kind)]
     finally:
         state.disconnect()
-    return node
 
 
-def test_a_node_dies(token: None, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot of its rank is on the other node, too; the rank there trains the whole batches from it."""
+@pytest.fixture
+def cluster(token: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Nodes of a made-up cluster, with one device each; it sees soon that one is dead."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("FUSIONRL_TEST_WAIT_S", "0.5")
     for name, value in {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3"}.items():
-        monkeypatch.setenv(f"RAY_health_check_{name}", value)  # of the cluster
+        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    made = Cluster()
+    try:
+        made.add_node(num_cpus=0, include_dashboard=False)  # has the cluster's table, and stays
+        yield made
+    finally:
+        made.shutdown()
+
+
+def add_nodes(cluster: Any, count: int) -> list[Any]:
+    options = {"num_cpus": 1, "resources": {"fusionrl_device": 1}, "include_dashboard": False}
+    return [cluster.add_node(**options) for _ in range(count)]
+
+
+def test_a_node_dies(cluster: Any, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot of its rank is on the other node, too; the rank there trains the whole batches from it."""
+    monkeypatch.setenv("FUSIONRL_TEST_WAIT_S", "0.5")
     flags = [*sft_flags(task), "--actor-num-nodes", "2", "--num-gpus-per-node", "1", "--rollout-batch-size", "32"]
     flags += ["--custom-megatron-before-train-step-hook-path", f"{HOOKS}:takes_its_time", "--num-rollout", "8"]
-    folder, cluster = tmp_path / "run", Cluster()
-    try:
-        cluster.add_node(num_cpus=0, include_dashboard=False)  # has the cluster's table, and stays
-        nodes = [cluster.add_node(num_cpus=1, resources={"fusionrl_device": 1}, include_dashboard=False) for _ in "12"]
-        more = ["--ray-address", cluster.address, "--no-save", "--run-dir", str(folder)]
-        with launch([*flags, *more], tmp_path) as launched:
-            launched.wait_for(lambda: len(metrics_of(folder)) >= 3)
-            drivers = node_of_the_buffer(cluster.address)
-            cluster.remove_node(next(node for node in nodes if node.node_id != drivers), allow_graceful=False)
-            assert launched.wait() == 0, launched.output()[-3000:]
-    finally:
-        cluster.shutdown()
+    folder, nodes = tmp_path / "run", add_nodes(cluster, 2)
+    more = ["--ray-address", cluster.address, "--no-save", "--run-dir", str(folder)]
+    with launch([*flags, *more], tmp_path) as launched:
+        launched.wait_for(lambda: len(metrics_of(folder)) >= 3)
+        (drivers,) = nodes_of(cluster.address, "BufferWorker")
+        cluster.remove_node(next(node for node in nodes if node.node_id != drivers), allow_graceful=False)
+        assert launched.wait() == 0, launched.output()[-3000:]
     ((_, devices, step, again),) = restarts(folder, 2 * MOST_S)  # Ray takes its time to say that the node is dead
     assert devices == 1 and step >= 1 and again <= 2
     assert sorted(numbers(folder)) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("num_spare", [1, 0])
+def test_a_node_with_an_engine_dies(num_spare: int, cluster: Any, rl_flags: list[str], tmp_path: Path) -> None:
+    """Another node takes the engine; without one the run ends, and does not wait for ever."""
+    folder, nodes = tmp_path / "run", add_nodes(cluster, 3 + num_spare)
+    flags = [*rl_flags, "--ray-address", cluster.address, "--rollout-num-gpus", "2", "--use-fault-tolerance"]
+    flags += ["--num-rollout", "40", "--placement-timeout-s", "60" if num_spare else "5", "--save-interval", "2"]
+    with launch([*flags, "--run-dir", str(folder)], tmp_path) as launched:
+        launched.wait_for(lambda: len(metrics_of(folder)) >= 3)
+        kept = nodes_of(cluster.address, "BufferWorker") + nodes_of(cluster.address, "PolicyWorker")
+        lost = next(node for node in nodes_of(cluster.address, "EngineWorker") if node not in kept)
+        cluster.remove_node(next(node for node in nodes if node.node_id == lost), allow_graceful=False)
+        if num_spare:
+            launched.wait_for(lambda: sum(row["sync/engines_restarted"] for row in metrics_of(folder)) == 1)
+            before = len(metrics_of(folder))
+            launched.wait_for(lambda: len(metrics_of(folder)) >= before + 2)
+            launched.process.terminate()
+        code, output = launched.wait(), launched.output()
+    assert code == (143 if num_spare else 1), output[-3000:]
+    if not num_spare:
+        assert "its node is dead, and Ray gave it no other device within 5 s" in output
+    assert list((folder / "checkpoints").glob("step_*"))
