@@ -107,7 +107,7 @@ def test_what_a_report_has(folder: Path, capsys: Capsys) -> None:
         assert "Segmentation fault" in log and "[2 lines left out: fusionrl report --with-samples]" in log
     engine = members["logs/engine-0.log"]
     assert "port=30000" in engine and "running-req: 7, token usage: 0.01" in engine and "http://me:***@host" in engine
-    assert "https://host:80/x?api_key=***&n=3" in engine
+    assert "https://host:80/x?api_key=*** and" in engine
 
 
 def test_samples_come_only_by_a_flag(folder: Path) -> None:
@@ -162,6 +162,21 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: Patch) -
     monkeypatch.setattr(cli_report, "_tail", refuses)
     members = report(folder)
     assert members["unread.txt"] == "driver.log: Permission denied" and "step 3 begins" in members["logs/buffer.a1.log"]
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("fusionrl.foo: API_KEY=abc12345", "fusionrl.foo: API_KEY=***"),
+        ("fusionrl.foo: --router-api-key abc12345 --tp 2", "fusionrl.foo: --router-api-key *** --tp 2"),
+        ("--extra api_key=abc12345", "--extra api_key=***"),
+        ("{'label_key': 'x', 'api_key': 'abc12345'}", "{'label_key': 'x', 'api_key': '***'}"),
+        ("--hf-checkpoint /models/hf_qwen3_4b_instruct", "--hf-checkpoint /models/hf_qwen3_4b_instruct"),
+        (f"it is hf_{'aB3' * 12}.", "it is ***."),
+    ],
+)
+def test_secrets_are_found_behind_other_names(text: str, hidden: str) -> None:
+    assert hide_secrets(text, {"label_key"}) == hidden
 
 
 @pytest.mark.parametrize("text", ["0" * 200_000, "-" * 200_000, "ab-" * 60_000])

@@ -20,13 +20,14 @@ _NAME = re.compile(
 # Found by "://", so that a long text without a URL costs one pass. The password may hold "/", but a number before the
 # first "/" is a port, and the password ends before the next "://".
 _URL_WITH_PASSWORD = re.compile(r"((?<=[\w+.-])://[^/@\s:\[]*):(?!\d{1,5}/)(?:[^@\s:]|:(?!//))+@")
-_QUERY = re.compile(r"(?<=[?&])([\w-]+=)()([^&\s'\"]+)")  # of a URL
-# A name and its value in a command line, JSON, or a header. Only the start of a word is tried: from each
+# A name and its value in a command line, a URL's query, JSON, or a header. Only the start of a word is tried: from each
 # letter of a long word the search would go to its end.
 _NAMED = re.compile(
     r"(?<![\w-])(--[\w-]+[= ]|[\w-]+['\"]?\s*[:=])(\s*['\"]?)((?i:(?:bearer|basic|token|digest) )?[^\s'\",;)}\]]+)"
 )
-_KEY = re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA\w{16}|xox[abp]-[\w-]+|eyJ[\w-]{16,}\.[\w.-]+)")
+_KEY = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA\w{16}|xox[abp]-[\w-]+|eyJ[\w-]{16,}\.[\w.-]+)"
+)
 HIDDEN = "***"
 _MARKS = ("FUSIONRL_RUN_TOKEN", "FUSIONRL_TEST_TOKEN")  # they mark the processes of a run, and open nothing
 _PATHS = ("RAY_TLS_SERVER_KEY",)  # it names a file, which Ray's processes read
@@ -163,8 +164,12 @@ def hide_secrets(text: str, shown: Container[str] = ()) -> str:
     """`text` with *** for what has a secret's name before it (but for the names `shown`) or a key's form, and for the
     passwords of URLs."""
 
-    def hidden(match: re.Match[str]) -> str:
+    text = hide_passwords(text)
+    parts, end, start = list[str](), 0, 0
+    while match := _NAMED.search(text, start):
         name = match[1].strip("-'\"=: \t").replace("-", "_")
-        return f"{match[1]}{match[2]}{HIDDEN}" if name not in shown and is_secret(name, "") else match[0]
-
-    return _KEY.sub(HIDDEN, _NAMED.sub(hidden, _QUERY.sub(hidden, hide_passwords(text))))
+        start = match.end(2)  # what follows a name without a secret may be another name
+        if name not in shown and is_secret(name, ""):
+            parts += [text[end:start], HIDDEN]
+            start = end = match.end()
+    return _KEY.sub(HIDDEN, "".join([*parts, text[end:]]))

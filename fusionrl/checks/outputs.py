@@ -46,7 +46,7 @@ def template_errors(config: Config) -> list[str]:
 
 def output_errors(config: Config) -> list[str]:
     """List other reasons why a run cannot write its files."""
-    errors, export = [], _export(config)
+    errors, export = [], _export(config, config.run.num_rollout)
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append(f"--use-tensorboard: the package tensorboard is not installed; {install_hint('tensorboard')}")
     if config.run.resume and config.run.run_dir is None:
@@ -58,9 +58,7 @@ def output_errors(config: Config) -> list[str]:
         "--reject-sampling-output": config.reject_sampling.reject_sampling_output,
     }  # some of it is made only at the end of the run, when a wrong path would cost all its work
     errors += [error for flag, path in paths.items() if path and (error := unwritable(flag, Path(path)))]
-    if export is not None and Path(export).exists() and not _is_own(config, Path(export)):
-        errors.append(f"--save-hf {export}: it exists already; give another folder, or {{rollout_id}} in its name")
-    return errors + ([] if config.run.resume else folder_errors(config))
+    return errors + export_errors(config, config.run.num_rollout) + ([] if config.run.resume else folder_errors(config))
 
 
 def unwritable(flag: str, path: Path) -> str | None:
@@ -76,18 +74,23 @@ def unwritable(flag: str, path: Path) -> str | None:
     return None
 
 
-def _is_own(config: Config, export: Path) -> bool:
-    """Return whether this run wrote the folder, and died before its end."""
-    run_dir, steps = config.run.run_dir, config.run.num_rollout
-    if not config.run.resume or run_dir is None:
-        return False
-    last = exported_rollout(Path(run_dir), export)
-    return last is not None and steps in (None, last + 1)  # None: with --num-epoch it follows from the data
+def export_errors(config: Config, steps: int | None) -> list[str]:
+    """List the error of a folder of --save-hf that is there already; but for one that this run wrote, before it died.
+
+    steps  of the run; None: with --num-epoch they follow from the data, which are not read yet
+    """
+    export, run_dir = _export(config, steps), config.run.run_dir
+    if export is None or not Path(export).exists():
+        return []
+    last = exported_rollout(Path(run_dir), Path(export)) if config.run.resume and run_dir is not None else None
+    if last is not None and steps in (None, last + 1):
+        return []
+    return [f"--save-hf {export}: it exists already; give another folder, or {{rollout_id}} in its name"]
 
 
-def _export(config: Config) -> str | None:
+def _export(config: Config, steps: int | None) -> str | None:
     """Return the folder of --save-hf; with {rollout_id} in it where the number of steps is not known yet."""
-    template, steps = config.checkpoint.save_hf, config.run.num_rollout
+    template = config.checkpoint.save_hf
     if template is None or steps is None:
         return template
     try:

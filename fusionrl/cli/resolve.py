@@ -13,7 +13,13 @@ from fusionrl.base.imports import quiet
 from fusionrl.base.wording import attempt
 from fusionrl.checks.bitwise import bitwise_errors
 from fusionrl.checks.hub import resolve_names
-from fusionrl.checks.outputs import first_start_warning, profile_errors, profile_plan_errors, resume_folder_errors
+from fusionrl.checks.outputs import (
+    export_errors,
+    first_start_warning,
+    profile_errors,
+    profile_plan_errors,
+    resume_folder_errors,
+)
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
@@ -75,6 +81,8 @@ def resolve(argv: Sequence[str], *, for_plan: bool = False) -> tuple[Config, Pla
     if plan is None:
         raise CommandLineError(errors)
     errors = profile_plan_errors(config, plan) + bitwise_errors(config, plan) or trainer_errors(config, plan)
+    if config.run.num_rollout is None:  # `config_errors` has looked else
+        errors += export_errors(config, plan.num_rollout)
     if config.run.resume and not errors:
         from fusionrl.runtime.checkpoints import resume_errors
 

@@ -273,9 +273,8 @@ class Saver:
             self._begun = begun
 
     def _is_due(self, rollout_id: int) -> bool:
-        interval = self._config.checkpoint.save_interval
-        is_last = rollout_id + 1 == self._plan.num_rollout
-        return is_last or self._owed is not None or (interval is not None and (rollout_id + 1) % interval == 0)
+        step, interval = rollout_id + 1, self._config.checkpoint.save_interval
+        return step == self._plan.num_rollout or self._owed is not None or bool(interval and step % interval == 0)
 
     def save(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Publish a checkpoint that contains the training of `rollout_id`; with --async-save, begin to.
@@ -316,7 +315,8 @@ class Saver:
     def _take_trainers(self, begun: _Pending) -> None:
         if self._config.checkpoint.verify_checkpoints:
             begun.hashes["trainers"] = self._actors.trainers.finish("state_hashes")
-        self._actors.trainers.finish("begin_save", begun.folder, begun.rollout_id)
+        method = "begin_save" if self._config.checkpoint.async_save else "save"
+        self._actors.trainers.finish(method, begun.folder, begun.rollout_id)
 
     def _finish_buffer(self, saving: PendingCall, folder: Path, rollout_id: int) -> str:
         """Wait for the Buffer's file; return its state's hash with --verify-checkpoints. Both of one Buffer: one that

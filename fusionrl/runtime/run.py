@@ -215,11 +215,13 @@ def run_training(
                 if run.first_rollout > last and exported_rollout(path, exported) == last:
                     progress.print(f"--save-hf: {exported} has the weights after step {last + 1} already")
                 else:
+                    actors.close_profile()
                     actors.engines.make_way()
                     with phase("save hf"):
                         gather([trainer.save_hf.remote(str(exported)) for trainer in actors.trainers.policy])
                     note_export(path, exported, last)
         except Terminated:
+            actors.close_profile()
             run.end_early()
             raise
         except BaseException as error:

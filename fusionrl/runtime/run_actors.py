@@ -157,8 +157,8 @@ class Actors:
             self._watchdog.__exit__()
         try:
             # After any other error a process may be dead, or in a hurry to end.
-            if self.profiling is not None and isinstance(error, None | Terminated):
-                self.profiling.close()
+            if isinstance(error, None | Terminated):
+                self.close_profile()
             if isinstance(error, FAILURES):
                 cause = self._find_death(error)
                 self._launcher.registry.note_origin(cause or error)
@@ -167,6 +167,11 @@ class Actors:
             self.close()
         if cause is not None:
             raise cause from error
+
+    def close_profile(self) -> None:
+        """Let a profile that is under way be written, while all live. Idempotent."""
+        if self.profiling is not None:
+            self.profiling.close()
 
     def is_stalled(self, error: BaseException) -> bool:
         """Return whether `error` is the watchdog's end of a stalled run (--stall-timeout-s)."""

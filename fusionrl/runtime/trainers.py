@@ -145,10 +145,11 @@ class TrainerGroups:
         if not self.takes_turns_inside:
             return wait(self.call(method, *arguments))
         answers = list[Any]()
+        for group in self.trained.values():
+            self.make_room(group)
         for name, group in self.trained.items():
-            for other in self.trained.values():
-                self.make_room([] if other is group else other)
             answers += wait(self.call(method, *arguments, only=name))
+            self.make_room(group)
         return answers
 
     def validation_losses(self, sets: dict[str, list[ray.ObjectRef]]) -> dict[str, float]:

@@ -278,8 +278,7 @@ class Offload:
 
     def reload(self, *, only_weights: bool = False) -> None:
         """Take the memory back (the weights' alone, if asked for); nothing where it is there."""
-        while self._suspended:
-            self._suspended.pop(0).resume()  # not again after a failure, which ends the run
+        self._resume_groups()
         restored = list[_Away]()  # which the device may still be reading
         for away in [self._weights] if only_weights else [self._weights, self._rest]:
             while away:  # what does not fit stays away
@@ -290,6 +289,19 @@ class Offload:
                 restored.append(away.pop())
         if restored and self._device.type == "cuda":
             torch.cuda.synchronize()
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Within it the process groups work, whose buffers may be away with the weights; collective."""
+        were_away = bool(self._suspended)
+        self._resume_groups()
+        yield
+        if were_away:  # not after a failure, which ends the run
+            self._suspended = suspend_nccl(backends_of_groups(self._device))
+
+    def _resume_groups(self) -> None:
+        while self._suspended:
+            self._suspended.pop(0).resume()  # not again after a failure, which ends the run
 
     def _storages(
         self, tensors: Iterable[torch.Tensor], excluded: Container[int] = ()

@@ -7,6 +7,7 @@ and it starts without either. Megatron-core is imported by `setup`, after the CP
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 from fusionrl.algorithms.estimators import Role
@@ -264,8 +265,8 @@ class ModelRank:
         """
         from fusionrl.trainer import checkpoint
 
-        self.finish_save()
         self.reload()
+        self.finish_save()
         counters = self.counters | {"rollout_id": rollout_id}
         place, adapted = (self.layout, self.shape, self.rank), adapted_of(self.config, self.shape)
         self._saving = checkpoint.begin_save(path, self.trained, *place, counters, self._writer, adapted)
@@ -282,7 +283,8 @@ class ModelRank:
         """
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.finish()
+            with nullcontext() if self._offload is None else self._offload.connected():
+                saving.finish()
 
     def save(self, path: str, rollout_id: int) -> None:
         """Write a checkpoint at `path`, complete or not at all (see `checkpoint.py`)."""

@@ -103,8 +103,8 @@ class AdapterTrainer(PushSource):
         """As of `ModelRank`, with a folder for each adapter, PATH-NAME."""
         if self.adapter_states is None:
             return super().begin_save(path, rollout_id)
-        self.finish_save()
         self.reload()
+        self.finish_save()
         for name in self._each():
             earlier, self._saving = self._saving, None
             try:

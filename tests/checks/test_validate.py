@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusionrl.algorithms.estimators import ACCURACY, NONZERO_STD
-from fusionrl.checks.outputs import unwritable
+from fusionrl.checks.outputs import export_errors, unwritable
 from fusionrl.checks.rollout import rollout_errors
 from fusionrl.checks.training import OF_GROUPS, algorithm_warnings
 from fusionrl.checks.validate import validate
@@ -352,7 +352,10 @@ def test_a_resume_keeps_the_folder_of_save_hf_that_the_run_wrote_before_it_died(
     one(errors(**flags), refused)
     (run / "checkpoints" / "step_000002").mkdir(parents=True)
     assert errors(**flags) == []
-    assert errors(**flags | {"num_rollout": None, "num_epoch": 1}) == [], "how many steps that is the data tell"
+    of_epochs = flags | {"num_rollout": None}
+    assert errors(**of_epochs, num_epoch=1) == [], "how many steps that is the data tell"
+    config = Config.from_flat(of_epochs)
+    assert export_errors(config, 2) == [] and refused in " ".join(export_errors(config, 4)), "and then"
     one(errors(**flags | {"num_rollout": 3}), refused)
     assert refused in " ".join(errors(**flags | {"resume": False}))
     folder.rename(tmp_path / "moved")

@@ -15,6 +15,7 @@ from fusionrl.cpu import megatron_patches
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.states import BLOCK, pinned_bytes
 from fusionrl.trainer.host_memory import PinnedMemory
+from fusionrl.trainer.model_rank import ModelRank
 from tests.trainer.trainer_worker import Samples, config_of
 
 BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
@@ -216,7 +217,17 @@ def test_what_was_suspended_is_resumed_once_and_in_order(monkeypatch):
     memory = host_memory.Offload(trained, torch.device("cuda"))
     for method in (memory.offload, memory.offload, memory.reload, memory.reload):
         method()
-    assert calls == [(verb, backend) for verb in ("suspend", "resume") for backend in backends]
+    expected = [(verb, backend) for verb in ("suspend", "resume") for backend in backends]
+    assert calls == expected
+    # The end of a checkpoint is collective, and may come when the memory is away.
+    rank = object.__new__(ModelRank)
+    for is_away in (False, True):
+        calls.clear()
+        rank._offload, rank._saving = memory, SimpleNamespace(finish=lambda: calls.append("finish"))
+        if is_away:
+            memory.offload()
+        rank.finish_save()
+        assert calls == ([*expected[:2], *expected[2:], "finish", *expected[:2]] if is_away else ["finish"])
 
 
 def kinds(actor) -> list[str]:
