@@ -107,7 +107,7 @@ def test_what_a_report_has(folder: Path, capsys: Capsys) -> None:
         assert "Segmentation fault" in log and "[2 lines left out: fusionrl report --with-samples]" in log
     engine = members["logs/engine-0.log"]
     assert "port=30000" in engine and "running-req: 7, token usage: 0.01" in engine and "http://me:***@host" in engine
-    assert "https://host:80/x?api_key=*** and" in engine
+    assert "https://host:80/x?api_key=***&n=3 and" in engine
 
 
 def test_samples_come_only_by_a_flag(folder: Path) -> None:
@@ -170,6 +170,8 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: Patch) -
         ("fusionrl.foo: API_KEY=abc12345", "fusionrl.foo: API_KEY=***"),
         ("fusionrl.foo: --router-api-key abc12345 --tp 2", "fusionrl.foo: --router-api-key *** --tp 2"),
         ("--extra api_key=abc12345", "--extra api_key=***"),
+        ("https://h:80/x?api_key=abc,defgh&k=2", "https://h:80/x?api_key=***&k=2"),
+        ("Authorization: Bearer abc12345 and", "Authorization: *** and"),
         ("{'label_key': 'x', 'api_key': 'abc12345'}", "{'label_key': 'x', 'api_key': '***'}"),
         ("--hf-checkpoint /models/hf_qwen3_4b_instruct", "--hf-checkpoint /models/hf_qwen3_4b_instruct"),
         (f"it is hf_{'aB3' * 12}.", "it is ***."),
@@ -179,7 +181,9 @@ def test_secrets_are_found_behind_other_names(text: str, hidden: str) -> None:
     assert hide_secrets(text, {"label_key"}) == hidden
 
 
-@pytest.mark.parametrize("text", ["0" * 200_000, "-" * 200_000, "ab-" * 60_000])
+@pytest.mark.parametrize(
+    "text", ["0" * 200_000, "-" * 200_000, "ab-" * 60_000, "a=" * 100_000, "1:" * 100_000, "?x=y&z" * 30_000]
+)
 def test_long_words_cost_no_more_than_other_text(text: str) -> None:
     """In quadratic time each would take minutes."""
     start = time.perf_counter()

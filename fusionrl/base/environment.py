@@ -20,11 +20,11 @@ _NAME = re.compile(
 # Found by "://", so that a long text without a URL costs one pass. The password may hold "/", but a number before the
 # first "/" is a port, and the password ends before the next "://".
 _URL_WITH_PASSWORD = re.compile(r"((?<=[\w+.-])://[^/@\s:\[]*):(?!\d{1,5}/)(?:[^@\s:]|:(?!//))+@")
-# A name and its value in a command line, a URL's query, JSON, or a header. Only the start of a word is tried: from each
-# letter of a long word the search would go to its end.
-_NAMED = re.compile(
-    r"(?<![\w-])(--[\w-]+[= ]|[\w-]+['\"]?\s*[:=])(\s*['\"]?)((?i:(?:bearer|basic|token|digest) )?[^\s'\",;)}\]]+)"
-)
+_QUERY = re.compile(r"(?<=[?&])([\w-]+=)([^&\s'\"]+)")  # of a URL
+# A name before its value in a command line, JSON, or a header. Only the start of a word is tried: from each letter of a
+# long word the search would go to its end. Likewise no more of the value is read than its beginning.
+_NAMED = re.compile(r"(?<![\w-])(--[\w-]+[= ]|[\w-]+['\"]?\s*[:=])(\s*['\"]?)(?=[^\s'\",;)}\]])")
+_VALUE = re.compile(r"(?:(?:bearer|basic|token|digest) )?[^\s'\",;)}\]]+", re.IGNORECASE)
 _KEY = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|AKIA\w{16}|xox[abp]-[\w-]+|eyJ[\w-]{16,}\.[\w.-]+)"
 )
@@ -164,12 +164,15 @@ def hide_secrets(text: str, shown: Container[str] = ()) -> str:
     """`text` with *** for what has a secret's name before it (but for the names `shown`) or a key's form, and for the
     passwords of URLs."""
 
-    text = hide_passwords(text)
+    def is_hidden(name: str) -> bool:
+        word = name.strip("-'\"=: \t").replace("-", "_")
+        return word not in shown and is_secret(word, "")
+
+    text = _QUERY.sub(lambda found: found[1] + HIDDEN if is_hidden(found[1]) else found[0], hide_passwords(text))
     parts, end, start = list[str](), 0, 0
     while match := _NAMED.search(text, start):
-        name = match[1].strip("-'\"=: \t").replace("-", "_")
-        start = match.end(2)  # what follows a name without a secret may be another name
-        if name not in shown and is_secret(name, ""):
+        start = match.end()  # what follows a name without a secret may be another name
+        if is_hidden(match[1]) and not text.startswith(HIDDEN, start) and (value := _VALUE.match(text, start)):
             parts += [text[end:start], HIDDEN]
-            start = end = match.end()
+            start = end = value.end()
     return _KEY.sub(HIDDEN, "".join([*parts, text[end:]]))

@@ -221,7 +221,8 @@ def run_training(
                         gather([trainer.save_hf.remote(str(exported)) for trainer in actors.trainers.policy])
                     note_export(path, exported, last)
         except Terminated:
-            actors.close_profile()
+            if plan.engines_give_memory:  # they end first; else the checkpoint comes first
+                actors.close_profile()
             run.end_early()
             raise
         except BaseException as error:

@@ -189,7 +189,13 @@ def disk_of(error: BaseException | None = None) -> MagicMock:
     disk = MagicMock(**{"__len__.return_value": 1, "is_saved.return_value": [put(True)]})
     disk.finish_save.return_value = []
     disk.call = lambda method, *args: getattr(disk, method)(*args)
-    disk.finish = lambda method, *args: get(disk.call("begin_save" if method == "save" else method, *args))
+    disk.finished = []
+
+    def finish(method: str, *args: object) -> list[Any]:
+        disk.finished.append(method)
+        return list(get(disk.call("begin_save" if method == "save" else method, *args)))
+
+    disk.finish = finish
     disk.save.remote, disk.begin_save = save, Mock(side_effect=begin_save)
     return disk
 
@@ -357,6 +363,8 @@ def test_trainers_that_take_turns_save_before_the_engines_get_the_memory(tmp_pat
     assert saved(tmp_path) == ["step_000002", "step_000004"]
     manifest = json.loads((tmp_path / "step_000002" / "manifest.json").read_text())
     assert manifest["metrics"] == diary.rows[2] and "eval/x/accuracy" in manifest["metrics"], "of the end of the step"
+    trainers: Any = run.saver._actors.trainers
+    assert trainers.finished == ["save", "save"], "complete before the memory goes"
     assert manifest["seconds_stopped"] >= 0.5 > diary.rows[2][STEP_TIME]
 
 
@@ -383,3 +391,4 @@ def test_what_async_save_was_writing_is_published(tmp_path: Path) -> None:
     assert saved(tmp_path) == []
     run.rescue()
     assert saved(tmp_path) == ["step_000001"] and disk.begin_save.call_count == 1
+    assert disk.finished == ["begin_save"], "it is written while training continues"

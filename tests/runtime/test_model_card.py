@@ -67,7 +67,7 @@ def test_it_keeps_secrets_and_paths_to_itself() -> None:
     assert "abc123" not in text and "--sglang-ssl-keyfile-password ***" in text
     assert "hunter2" not in text and "http://me:***@host:80/score" in text
     text = card("--rm-type", "remote_rm", "--rm-url", "https://host/score?api_key=hunter2&k=2")
-    assert "hunter2" not in text and "https://host/score?api_key=***" in text
+    assert "hunter2" not in text and "https://host/score?api_key=***&k=2" in text
     assert "/home/someone" not in text, "the run's folder is not part of what it is"
     cached = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0a1b2c"
     text = card("--hf-checkpoint", cached)
