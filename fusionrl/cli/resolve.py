@@ -81,7 +81,7 @@ def resolve(argv: Sequence[str], *, for_plan: bool = False) -> tuple[Config, Pla
     if plan is None:
         raise CommandLineError(errors)
     errors = profile_plan_errors(config, plan) + bitwise_errors(config, plan) or trainer_errors(config, plan)
-    if config.run.num_rollout is None:  # `config_errors` has looked else
+    if config.run.num_rollout is None:  # else `output_errors` has looked
         errors += export_errors(config, plan.num_rollout)
     if config.run.resume and not errors:
         from fusionrl.runtime.checkpoints import resume_errors

@@ -277,10 +277,7 @@ class Saver:
         return step == self._plan.num_rollout or self._owed is not None or bool(interval and step % interval == 0)
 
     def save(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Publish a checkpoint that contains the training of `rollout_id`; with --async-save, begin to.
-
-        metrics: of that step, for the manifest.
-        """
+        """Publish a checkpoint after `rollout_id`, or begin to (--async-save). `metrics`: of its step."""
         begun, self._begun = self._begun, None
         has_trainers = begun is not None
         if begun is None:

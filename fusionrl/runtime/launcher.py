@@ -155,7 +155,7 @@ class Launcher:
 
         An engine over several nodes has an actor on each; this is the one that serves (`runtime/multi_node_engine.py`).
         """
-        self.has_lost_engine(role, index)
+        self.has_lost_engine(role, index)  # finds the devices that Ray gave in place of a dead node's
         places, specs = self._engine_specs(role, index)
         for part in self._parts.pop(specs[0].name, []):  # of the engine whose place this one takes
             ray.kill(part)

@@ -195,8 +195,8 @@ class TrainerRecovery:
     def _cause(self, error: Exception, is_starting: bool, of_engines: bool) -> Exception | None:
         """Return what has failed in the trainers, if `error` follows from it.
 
-        Where the rank of a device died twice while it started, the next start does without that device. Where engines
-        take part, a connection that broke may be theirs.
+        Where the rank of a device died twice while it started, or failed in its setup, the next start does without that
+        device. Where engines take part, a connection that broke may be theirs.
         """
         stalled, self._stalled = self._stalled, ""
         if isinstance(error, NoStart):
@@ -208,7 +208,7 @@ class TrainerRecovery:
         raised, is_in_setup = root_cause(error), is_starting and self._is_setting_up
         if not self._launcher.is_running or isinstance(raised, HookError):
             return None
-        if isinstance(raised, _OF_USERS) and not is_in_setup:  # which went well at the start of the run
+        if isinstance(raised, _OF_USERS) and not is_in_setup:  # the same setup succeeded at the start of the run
             return None
         everyone = self._trainers.everyone
         death = self._launcher.registry.explain(error, among=[rank for group in everyone.values() for rank in group])

@@ -180,7 +180,7 @@ def test_a_node_with_an_engine_dies(num_spare: int, cluster: Any, rl_flags: list
     """Another node takes the engine; without one the run ends, and does not wait for ever."""
     folder, nodes = tmp_path / "run", add_nodes(cluster, 3 + num_spare)
     flags = [*rl_flags, "--ray-address", cluster.address, "--rollout-num-gpus", "2", "--use-fault-tolerance"]
-    flags += ["--num-rollout", "40", "--placement-timeout-s", "60" if num_spare else "5", "--save-interval", "2"]
+    flags += ["--num-rollout", "400", "--placement-timeout-s", "60" if num_spare else "5", "--save-interval", "2"]
     with launch([*flags, "--run-dir", str(folder)], tmp_path) as launched:
         launched.wait_for(lambda: len(metrics_of(folder)) >= 3)
         kept = nodes_of(cluster.address, "BufferWorker") + nodes_of(cluster.address, "PolicyWorker")

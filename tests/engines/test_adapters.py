@@ -23,6 +23,7 @@ from fusionrl.models.trainable import PEFT_PREFIX, AdapterSpec, adapter_rules
 from fusionrl.plan.trained_parts import target_modules
 from fusionrl.weights.adapters import engine_files
 from tests.engines.real_engine import log_probs, real_engine
+from tests.own_process import wait_until
 from tests.tiny_model import make_byte_tokenizer
 from tests.trainer import hf_models
 
@@ -192,7 +193,8 @@ def test_a_push_waits_for_room(two: Served) -> None:
             two.push(19, "policy", timeout_s=0.3)
         assert two.ask(2, input_ids=PROMPTS[0], lora_path="policy")["meta_info"]["weight_version"] == "18"
         older = pool.submit(two.push, 19, "policy")  # of trainers that die
-        time.sleep(0.5)
+        scratch: Any = two.engine._scratch
+        wait_until(lambda: list(Path(scratch.name).glob("policy-19-*")))
         waiting = pool.submit(two.push, 19, "policy")
         with pytest.raises(RuntimeError, match="another push of adapters replaces"):
             older.result(30)
