@@ -10,6 +10,7 @@ from typing import cast
 
 import ray
 
+from fusionrl.base.wording import headline
 from fusionrl.buffer.evaluation import MixedVersions
 from fusionrl.buffer.rollout_stages import Rollout
 from fusionrl.config.user_code import HookError
@@ -29,7 +30,9 @@ class EvaluationLost(RuntimeError):
     """An evaluation failed because its engines died."""
 
     def __init__(self, num_died: int, cause: BaseException) -> None:
-        first_line = next(iter(str(cause).splitlines()), type(cause).__name__)  # the rest is a user's traceback
+        first_line = next(
+            iter(headline(str(cause)).splitlines()), type(cause).__name__
+        )  # the rest is a user's traceback
         super().__init__(f"{num_died} of its engines died: {first_line:.300}")
         self.num_died = num_died
 

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
+from fusionrl.base.wording import headline
+
 logger = logging.getLogger(__name__)
 
 Kind = Literal["router", "buffer", "trainers", "driver"]
@@ -55,7 +57,7 @@ class Restarts:
         logger.warning(
             "starting the %s again (%d of --max-restarts %d in the last hour): %s",
             *(kind, sum(now - since < _AN_HOUR_S for since in self._times), self.max_restarts),
-            next(iter(str(error).splitlines()), type(error).__name__).removesuffix("; the end of it:"),
+            next(iter(headline(str(error)).splitlines()), type(error).__name__),
         )
 
     def metrics(self) -> dict[str, float]:

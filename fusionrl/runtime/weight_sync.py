@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from fusionrl.base.wording import headline
 from fusionrl.config.config import Config
 from fusionrl.config.pipeline import pause_mode
 from fusionrl.observe.spans import phase
@@ -95,7 +96,7 @@ class WeightSync:
                     # Where memory is shared, it is unknown who has given back what in the middle of a push.
                     if self._plan.engines_give_memory or not self._lose_culprits(error, reaches_all, num_pushes):
                         raise
-                    logger.warning("the push of version %d is repeated: %s", version, root_cause(error))
+                    logger.warning("the push of version %d is repeated: %s", version, headline(str(root_cause(error))))
             if self._engines.is_recovering:
                 metrics["sync/engines_restarted"] = float(self._engines.admit(reaches_all))
             if self._external_engines is not None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fusionrl.base.wording import headline
 from fusionrl.observe.spans import span
 from fusionrl.plan.push_plan import EngineTarget, Feed
 from fusionrl.weights.remote_calls import SendReport, WriteReport, future_of, wait_all
@@ -78,7 +79,7 @@ class Push:
         finally:
             not_released += self._release("resume")
         if not_released:
-            raise RuntimeError("weight push: " + "; ".join(not_released))
+            raise _failure(not_released)
         end = time.perf_counter()
         return self._times(end, prepared - self.start, end - paused) | _totals(sent, len(self.targets), end - paused)
 
@@ -196,7 +197,7 @@ class Push:
         finally:
             failed += self._release("resume")
         if failed:
-            raise RuntimeError("weight push: " + "; ".join(failed))
+            raise _failure(failed)
         return paused
 
 
@@ -227,9 +228,16 @@ def _call_failures(
         try:
             wait_all([call], timeout_s())
         except RuntimeError as error:
-            logger.warning("weight push: %s", error)
+            logger.warning("weight push: %s", headline(str(error)))
             failures.append(str(error))
     return failures
+
+
+def _failure(failures: Sequence[str]) -> RuntimeError:
+    """Return the error with all failures. The end of a log, which several calls of a dead engine quote, comes once."""
+    heads = [headline(text) for text in failures]
+    ends = (text.removeprefix(head) for text, head in zip(failures, heads, strict=True))
+    return RuntimeError("weight push: " + "; ".join(heads) + next(filter(None, ends), ""))
 
 
 def drop_files(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget], local_folder: str | None) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from fusionrl.base.wording import LOG_END
 from fusionrl.observe.glossary import undocumented
 from fusionrl.runtime import restarts as module
+from fusionrl.runtime.buffer_handle import EvaluationLost
 from fusionrl.runtime.restarts import Restarts
 
 
@@ -56,3 +58,13 @@ def test_nothing_is_started_where_ray_can_start_nothing(caplog: pytest.LogCaptur
     with pytest.raises(RuntimeError, match="the Buffer died"):
         Restarts(3, lambda: False).begin("buffer", RuntimeError("the Buffer died"))
     assert "its raylet has died, too" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError(f"it died. Its log is x; {LOG_END}a line"), KeyError()])
+def test_a_warning_of_a_death_quotes_no_log(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """The log's end would come again with every message that passes the error on."""
+    Restarts(3).begin("trainers", error)
+    lost = str(EvaluationLost(1, error))
+    first = caplog.messages[0].partition("the last hour): ")[2]
+    assert lost == f"1 of its engines died: {first}"
+    assert first == ("it died. Its log is x" if isinstance(error, RuntimeError) else "KeyError")

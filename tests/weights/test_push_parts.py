@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusionrl.base.group_stores import CalledOff, create_group_store, join_group_store, meet
+from fusionrl.base.wording import LOG_END
+from fusionrl.engines.process import ChildExited
 from fusionrl.models.convert import quantized
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.rules import Rule
@@ -22,7 +24,8 @@ from fusionrl.plan.push_plan import Bucket, EngineTarget, PushTensor
 from fusionrl.weights import send
 from fusionrl.weights.broadcast import Broadcast, _leave, init_external_group
 from fusionrl.weights.gather import quantize_in_place, views_of
-from fusionrl.weights.remote_calls import wait_all
+from fusionrl.weights.push import Push
+from fusionrl.weights.remote_calls import new_send_report, wait_all
 from fusionrl.weights.send import PushStopped, SendOrder
 from tools.threaded import Threaded
 
@@ -100,6 +103,42 @@ def test_the_first_failure_ends_the_wait_for_the_others() -> None:
         wait_all([("engine 0", never), ("engine 1", engine.bad.remote())], 10.0)
     with pytest.raises(RuntimeError, match=r"engine 0: no end after 0 s \(--update-weight-timeout-s\)"):
         wait_all([("engine 0", never)], 0.05)
+
+
+class DyingEngine:
+    """Every call fails from `dies_in` on, as an engine's calls do after its server was killed."""
+
+    def __init__(self, dies_in: str) -> None:
+        self.dies_in, self.is_dead = dies_in, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.is_dead |= name == self.dies_in
+        return self._fail if self.is_dead else lambda *_, **__: None
+
+    def _fail(self, *_: object, **__: object) -> None:
+        raise ChildExited(f"server: the process ended. Its log is engine-0.log; {LOG_END}a line", "")
+
+
+@pytest.mark.parametrize("dies_in", ["pause", "begin_weight_update", "end_weight_update", "resume"])
+def test_the_end_of_a_dead_engines_log_comes_once(dies_in: str, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = SimpleNamespace(prepare_push=lambda *_: None, push_weights=lambda *_: new_send_report())
+    engine = DyingEngine(dies_in)
+    push = Push([Threaded(trainer)], [EngineTarget(0, Threaded(engine), "node", (0,))], 1, 10.0)
+    with caplog.at_level("WARNING"), pytest.raises(RuntimeError, match="engine 0: ") as error:
+        push.from_memory([], "broadcast", "retract")
+    assert engine.is_dead and "engine 0: resume: server: the process ended. Its log is engine-0.log" in caplog.text
+    assert (caplog.text + str(error.value)).count(LOG_END) == 1 and str(error.value).endswith(f"; {LOG_END}a line")
+
+
+def test_a_load_from_files_that_fails_shows_the_end_of_a_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = SimpleNamespace(write_weights=lambda *_: {"folder": "v1", "bytes": 1, "files": 1, "density": 1.0})
+    engines = [DyingEngine("update_weights_from_disk"), DyingEngine("")]
+    targets = [EngineTarget(index, Threaded(engine), "node", (index,)) for index, engine in enumerate(engines)]
+    push = Push([Threaded(trainer)], targets, 1, 10.0)
+    with caplog.at_level("WARNING"), pytest.raises(RuntimeError, match="0: load: .*; engine 0: resume: ") as error:
+        push.by_disk(None, "retract", keep_files=True)
+    assert engines[0].is_dead and not engines[1].is_dead
+    assert (caplog.text + str(error.value)).count(LOG_END) == 1 and str(error.value).endswith(f"; {LOG_END}a line")
 
 
 def broadcast() -> Broadcast:
