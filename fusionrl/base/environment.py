@@ -1,4 +1,4 @@
-"""The secrets that a process of a run inherits, and MKL's mode in it.
+"""The secrets that a process of a run inherits, and the modes of MKL and oneDNN in it.
 
 The shell that starts a run often holds keys: HF_TOKEN, WANDB_API_KEY, those of a cloud. A process gets the secrets in
 its row of `NEEDS` and no others; other variables are inherited as usual.
@@ -35,6 +35,10 @@ _PATHS = ("RAY_TLS_SERVER_KEY",)  # it names a file, which Ray's processes read
 MKL_MODE = ("MKL_CBWR", "AUTO,STRICT")
 """MKL's mode in which a row of a product has the same bits in every run and, on Intel's CPUs, whatever rows it is
 computed with; without STRICT the number of rows decides. MKL reads the variable once a process."""
+
+DETERMINISTIC_CPU = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+"""Without AMX a row of a bf16 product of oneDNN has the same bits whatever rows it is computed with (--bitwise). oneDNN
+reads the variable once a process."""
 
 DETERMINISTIC_GPU = {
     "NCCL_ALGO": "Ring",

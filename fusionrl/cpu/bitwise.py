@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusionrl.base.environment import MKL_MODE
+from fusionrl.base.environment import DETERMINISTIC_CPU, MKL_MODE
 from fusionrl.cpu import kernel_library
 
 LEAST_ROWS = 8
@@ -46,9 +46,10 @@ def start() -> None:
     except kernel_library.CompileError as error:
         raise RuntimeError(f"--bitwise needs the kernels for this CPU; leave it out ({error})") from error
     if faults := product_faults(torch.mm):
+        settings = (MKL_MODE, *DETERMINISTIC_CPU.items())
         raise RuntimeError(
             f"--bitwise: on this machine a row of a product depends on the other rows ({'; '.join(faults)});"
-            f" export {'='.join(MKL_MODE)}, or leave out --bitwise"
+            f" export {' '.join('='.join(item) for item in settings)}, or leave out --bitwise"
         )
 
 

@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from fusionrl.base.environment import (
+    DETERMINISTIC_CPU,
     DETERMINISTIC_GPU,
     ENGINE_KEY,
     FOLDER_VARIABLE,
@@ -238,7 +239,7 @@ class Launcher:
         actors, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
         variable, mode = MKL_MODE
         threads[variable] = os.environ.get(variable, mode)
-        threads |= DETERMINISTIC_GPU if self._config.run.bitwise and self._plan.device == "cuda" else {}
+        threads |= _deterministic(self._config, self._plan)
         for rank, bundle in enumerate(self.bundles[number] for number in bundles):
             env = self._env()
             log = self._log(f"{role or 'trainer'}-{rank}")
@@ -339,6 +340,12 @@ class Launcher:
             ray.shutdown()
 
 
+def _deterministic(config: Config, plan: Plan) -> dict[str, str]:
+    """Return the variables of --bitwise."""
+    of_device = DETERMINISTIC_GPU if plan.device == "cuda" else DETERMINISTIC_CPU
+    return of_device if config.run.bitwise else {}
+
+
 def _nsys(config: Config, run_dir: Path, rank: int, attempt: int) -> dict[str, str] | None:
     order = ProfileOrder.of(config)
     if order is None or order.tool != "nsys" or not order.wants_trainer(rank):
@@ -394,8 +401,7 @@ class LocalLauncher(Launcher):
         os.environ.update(collective_interfaces(LOOPBACK, os.environ))
         os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
         os.environ.setdefault(*MKL_MODE)
-        if self._config.run.bitwise and plan.device == "cuda":
-            os.environ.update(DETERMINISTIC_GPU)
+        os.environ.update(_deterministic(self._config, plan))
         if plan.layout is not None:
             # Here, for where the threads of trainer and Buffer import it at once, one may find sympy half imported.
             import_module("torch.fx.experimental.symbolic_shapes")

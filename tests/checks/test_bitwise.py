@@ -1,15 +1,18 @@
-"""--bitwise: what it refuses before a run starts, and what it sets on GPUs."""
+"""--bitwise: what it refuses before a run starts, and what it sets in the environment."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fusionrl.base.environment import DETERMINISTIC_CPU, MKL_MODE
 from fusionrl.checks.bitwise import bitwise_errors
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.engines.spec import EngineSpec, server_environment
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.plan import Plan, make_plan
 from fusionrl.runtime.engine_specs import policy_server_args
+from tests.own_process import run_code
 
 QWEN3 = {
     **{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4},
@@ -86,6 +89,19 @@ def test_what_is_exact_on_a_cpu() -> None:
         config, plan = made(**values)
         assert not bitwise_errors(config, plan)
         assert "enable_deterministic_inference" not in policy_server_args(config, plan, 0)
+
+
+def test_engines_on_a_cpu_have_products_that_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 without the flag, too. Intel's CPUs show what the environment does for MKL, those with AMX for oneDNN."""
+    for name in (MKL_MODE[0], *DETERMINISTIC_CPU):
+        monkeypatch.delenv(name, raising=False)
+    spec = EngineSpec(0, "model", "cpu", "float32", 1, (0,), "127.0.0.1", None, "", 0)
+    plain, bitwise = server_environment(spec), server_environment(replace(spec, bitwise=True))
+    assert dict([MKL_MODE]).items() <= plain.items() and DETERMINISTIC_CPU.items() <= bitwise.items()
+    assert DETERMINISTIC_CPU.keys().isdisjoint(plain), "bf16 is faster with AMX"
+    code = "import torch; from fusionrl.cpu import bitwise, row_products\n"
+    assert run_code(code + "print(row_products.least_rows())", **plain).strip() in ("1", "4")
+    assert run_code(code + "torch.set_num_threads(1); bitwise.start(); print('started')", **bitwise) == "started\n"
 
 
 def test_gpus_get_deterministic_kernels() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fusionrl.base.environment import DETERMINISTIC_CPU, MKL_MODE
 from fusionrl.cpu import bitwise
 from tests.own_process import run_code
 
@@ -123,7 +124,8 @@ for dtype in bound:
 
 
 def test_functions_do_not_depend_on_the_batch() -> None:
-    run_code(_EXACT + _PRODUCTS + _NORMS + _ATTENTION + _LOG_PROBS + _EXPERTS)
+    code = _EXACT + _PRODUCTS + _NORMS + _ATTENTION + _LOG_PROBS + _EXPERTS
+    run_code(code, **dict([MKL_MODE]), **DETERMINISTIC_CPU)
 
 
 def test_products_that_are_not_exact_are_told_with_their_library() -> None:
@@ -139,5 +141,5 @@ def test_the_process_does_not_start_with_products_that_are_not_exact(monkeypatch
     monkeypatch.setattr(bitwise, "_kept", [])
     monkeypatch.setattr(torch.library.Library, "impl", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    with pytest.raises(RuntimeError, match=r"--bitwise.*fp32, by MKL: 1, 3 rows.*MKL_CBWR"):
+    with pytest.raises(RuntimeError, match=r"--bitwise.*fp32, by MKL: 1, 3 rows.*MKL_CBWR.* ONEDNN_MAX_CPU_ISA="):
         bitwise.start()

@@ -16,7 +16,7 @@ import pytest
 import ray
 from ray._private.services import get_node_ip_address
 
-from fusionrl.base.environment import DETERMINISTIC_GPU
+from fusionrl.base.environment import DETERMINISTIC_CPU, DETERMINISTIC_GPU
 from fusionrl.config.config import Config
 from fusionrl.plan.devices import Gpu
 from fusionrl.runtime import engine_pool, ray_cluster
@@ -81,14 +81,15 @@ def test_a_run_in_one_process_counts_gpus_by_the_list(tmp_path):
     assert [bundle.gpu for bundle in launcher.bundles] == [Gpu(0, 0)]
 
 
-def test_bitwise_in_one_process_has_the_variables_of_trainers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "settings"), [("cuda", DETERMINISTIC_GPU), ("cpu", DETERMINISTIC_CPU)])
+def test_bitwise_in_one_process_has_the_variables_of_trainers(device: Any, settings: Any, tmp_path: Path) -> None:
     """torch refuses cuBLAS's products without CUBLAS_WORKSPACE_CONFIG once it is to be deterministic."""
-    made = make_plan("cuda", actor_num_gpus_per_node=1, colocate=True)
+    made = make_plan(device, actor_num_gpus_per_node=1, colocate=True)
     start = SimpleNamespace(begin=lambda *_: None, folder=tmp_path)
     launcher = LocalLauncher(Config.from_flat({"bitwise": True}), made, tmp_path, 0, start)
     with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0"}):
         launcher.start()
-        assert os.environ.items() >= DETERMINISTIC_GPU.items()
+        assert os.environ.items() >= settings.items()
 
 
 # ------------------------------------------------------------------------------ an object on each node
