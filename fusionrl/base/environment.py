@@ -47,6 +47,12 @@ DETERMINISTIC_GPU = {
 }
 """With these NCCL, Transformer Engine and cuBLAS add up in the same order in every run (--bitwise on GPUs)."""
 
+
+def deterministic_settings(device: str) -> dict[str, str]:
+    """Return the variables of --bitwise."""
+    return DETERMINISTIC_GPU if device == "cuda" else DETERMINISTIC_CPU
+
+
 ROUTER_KEY = "FUSIONRL_ROUTER_KEY"
 """The key of the engines, for functions of the user that ask them (`plugin_api.post`)."""
 ENGINE_KEY = "FUSIONRL_ENGINE_KEY"

@@ -43,11 +43,14 @@ class FileStore(dist.FileStore):
     port: int
 
 
-def create_group_store(host: str, timeout_s: float, guests: Sequence[str] = ()) -> FileStore | dist.TCPStore:
+def create_group_store(
+    host: str, timeout_s: float, guests: Sequence[str] = (), peers: Sequence[str] = ()
+) -> FileStore | dist.TCPStore:
     """A new store, which others join by `host` and its attribute `port`; it lives as long as this process.
 
     `host` is this node's address; `guests` are addresses of processes outside of the run that join as well: they do not
-    see the folder of the run's stores. Raises OSError if the folder of stores is gone, or the address cannot be bound.
+    see the folder of the run's stores. `peers` are addresses of nodes that may have joined since this process started.
+    Raises OSError if the folder of stores is gone, or the address cannot be bound.
     """
     timeout = timedelta(seconds=timeout_s)
     if (folder := os.environ.get(FOLDER_VARIABLE)) is not None and not guests:
@@ -56,7 +59,7 @@ def create_group_store(host: str, timeout_s: float, guests: Sequence[str] = ()) 
         store.port = number
         store.set_timeout(timeout)
         return store
-    return _listening_store(host, 0, timeout, guests)
+    return _listening_store(host, 0, timeout, [*guests, *peers])
 
 
 def join_group_store(host: str, port: int, timeout_s: float) -> dist.Store:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fusionrl.base.cpu_wing import ATTENTION_BACKEND, PROCESSOR_VARIABLE
-from fusionrl.base.environment import DETERMINISTIC_CPU, DETERMINISTIC_GPU, MKL_MODE, child_environment
+from fusionrl.base.environment import MKL_MODE, child_environment, deterministic_settings
 from fusionrl.base.sockets import collective_interfaces
 from fusionrl.engines import ADAPTERS_VARIABLE, BITWISE_VARIABLE, DEVICE_VARIABLE, NODES_VARIABLE
 from fusionrl.engines.images import ImageSettings
@@ -178,7 +178,7 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     env = package_environment("engine")
     env[DEVICE_VARIABLE] = spec.device
     if spec.bitwise:
-        env |= {BITWISE_VARIABLE: "1", **DETERMINISTIC_CPU} if spec.device == "cpu" else DETERMINISTIC_GPU
+        env |= deterministic_settings(spec.device) | ({BITWISE_VARIABLE: "1"} if spec.device == "cpu" else {})
     if spec.adapters:
         env[ADAPTERS_VARIABLE] = ",".join(spec.adapters)
     # A health check that generates a token fails by design while generation is paused or memory released;

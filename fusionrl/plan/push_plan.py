@@ -45,6 +45,7 @@ class EngineTarget:
     num_restarts: int = 0
     ep_size: int = 1  # parts into which its ranks divide the experts (SGLang's --ep-size)
     host: str = ""  # of an engine that others have started; such a one joins a group as SGLang does by itself
+    addresses: tuple[str, ...] = ()  # of the nodes of the run's own, which may have joined after the trainers started
 
     @property
     def tp_size(self) -> int:

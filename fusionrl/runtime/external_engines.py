@@ -186,7 +186,7 @@ class ExternalEngines:
         actor = self._launcher.make_local(ExternalEngineWorker, f"engine-actor-{self._next}", self._next, url)
         # Without trainers no push makes the weights equal: then they have to be.
         has_push = self._plan.layout is not None
-        own_weights = [] if has_push else [self._own_engines.engines[0].weight_checksums.remote()]
+        own_weights = [] if has_push else [self._own_engines.present[0].weight_checksums.remote()]
         joined = actor.join.remote(self._requirements, *own_weights)
         if self._requirements.images is not None and self._requirements.images.trains_tower:
             logger.warning(

@@ -19,12 +19,11 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from fusionrl.base.environment import (
-    DETERMINISTIC_CPU,
-    DETERMINISTIC_GPU,
     ENGINE_KEY,
     FOLDER_VARIABLE,
     MKL_MODE,
     PEERS_VARIABLE,
+    deterministic_settings,
     extended_environment,
     hook_secrets,
     not_passed_on,
@@ -60,11 +59,11 @@ from fusionrl.runtime.ray_cluster import (
 from fusionrl.runtime.restarts import Restarts
 from fusionrl.runtime.supervisor import ActorRegistry
 from fusionrl.runtime.worker_actors import TRAINER_WORKERS, BufferWorker
-from fusionrl.weights.remote_calls import LocalActor, end, get, put
+from fusionrl.weights.remote_calls import LocalActor, end, put
 
 logger = logging.getLogger(__name__)
 
-_REPLACED_S = 5.0  # for Ray to have given other devices in place of those of a node that died
+REPLACED_S = 5.0  # for Ray to have given other devices in place of those of a node that died
 
 
 class Launcher:
@@ -143,7 +142,7 @@ class Launcher:
 
         Ray has a moment to give others in place of those that were not `known` to be gone."""
         assert self._group is not None, "the run has devices"
-        deadline = time.monotonic() + _REPLACED_S
+        deadline = time.monotonic() + REPLACED_S
         while True:
             self.bundles = places_now(self._plan.device, self._group, self.bundles)
             gone = devices_gone(self.bundles)
@@ -158,8 +157,6 @@ class Launcher:
         """
         self.has_lost_engine(role, index)  # finds the devices that Ray gave in place of a dead node's
         places, specs = self._engine_specs(role, index)
-        for part in self._parts.pop(specs[0].name, []):  # of the engine whose place this one takes
-            ray.kill(part)
         if len(specs) == 1:
             return self._engine_actor(EngineWorker, specs[0], places[0])
         from fusionrl.runtime.multi_node_engine import EnginePartWorker, MultiNodeEngineWorker
@@ -168,6 +165,14 @@ class Launcher:
         parts = [self._engine_actor(EnginePartWorker, s, places[i * per_node]) for i, s in enumerate(specs) if i]
         self._parts[specs[0].name] = parts
         return self._engine_actor(MultiNodeEngineWorker, specs[0], places[0], parts)
+
+    def end_engine(self, actor: ActorHandle) -> None:
+        """End the actors of an engine that is dead."""
+        name = next((member.name for member in self.registry if member.handle == actor), "")
+        actors = [actor, *self._parts.pop(name, [])]
+        for each in actors:
+            ray.kill(each)
+        self.registry.forget(actors)
 
     def has_lost_engine(self, role: EngineRole, index: int) -> bool:
         """Find out where the engine's devices are now; return whether the node of one is dead, and Ray has given no
@@ -221,25 +226,13 @@ class Launcher:
             auxiliary_config(config, auxiliary.role), plan, auxiliary.bundles, auxiliary.role
         )
 
-    @staticmethod
-    def setup_trainers(groups: Sequence[Sequence[ActorHandle]]) -> list[ray.ObjectRef]:
-        """Start to set up the trainers of each group, which meet at its rank 0. Return references to their facts.
-
-        Waits for the processes of ranks 0, which import torch: seconds.
-        """
-        refs = []
-        for group in filter(None, groups):
-            address, port = get(group[0].node_address.remote())
-            refs += [trainer.setup.remote(address, port) for trainer in group]
-        return refs
-
     def _make_group(
         self, config: Config, plan: Plan, bundles: Sequence[int], role: Role | None = None
     ) -> list[ActorHandle]:
         actors, threads = [], {"OMP_NUM_THREADS": str(self._plan.train_num_threads)}
         variable, mode = MKL_MODE
         threads[variable] = os.environ.get(variable, mode)
-        threads |= _deterministic(self._config, self._plan)
+        threads |= deterministic_settings(self._plan.device) if self._config.run.bitwise else {}
         for rank, bundle in enumerate(self.bundles[number] for number in bundles):
             env = self._env()
             log = self._log(f"{role or 'trainer'}-{rank}")
@@ -340,12 +333,6 @@ class Launcher:
             ray.shutdown()
 
 
-def _deterministic(config: Config, plan: Plan) -> dict[str, str]:
-    """Return the variables of --bitwise."""
-    of_device = DETERMINISTIC_GPU if plan.device == "cuda" else DETERMINISTIC_CPU
-    return of_device if config.run.bitwise else {}
-
-
 def _nsys(config: Config, run_dir: Path, rank: int, attempt: int) -> dict[str, str] | None:
     order = ProfileOrder.of(config)
     if order is None or order.tool != "nsys" or not order.wants_trainer(rank):
@@ -401,7 +388,8 @@ class LocalLauncher(Launcher):
         os.environ.update(collective_interfaces(LOOPBACK, os.environ))
         os.environ["OMP_NUM_THREADS"] = str(plan.train_num_threads)
         os.environ.setdefault(*MKL_MODE)
-        os.environ.update(_deterministic(self._config, plan))
+        if self._config.run.bitwise:
+            os.environ.update(deterministic_settings(plan.device))
         if plan.layout is not None:
             # Here, for where the threads of trainer and Buffer import it at once, one may find sympy half imported.
             import_module("torch.fx.experimental.symbolic_shapes")

@@ -256,7 +256,7 @@ class TrainerRecovery:
         with phase("start trainers again"):
             groups.policy, groups.auxiliaries = launcher.make_trainers(groups.plan)
             self._wait_for_processes()
-            groups.start(launcher)
+            groups.start()
         self._is_setting_up = False
         with phase("restore trainers"):
             newest = self._put_state()

@@ -24,7 +24,7 @@ from fusionrl.runtime.launcher import Launcher, LocalLauncher
 from fusionrl.runtime.recovery import TrainerRecovery
 from fusionrl.runtime.supervisor import FAILURES, StopSignal, Supervisor, Terminated, root_cause
 from fusionrl.runtime.telemetry import ClockOffsets, HardwareMetrics, Profiling
-from fusionrl.runtime.trainers import TrainerGroups
+from fusionrl.runtime.trainers import TrainerGroups, set_up
 from fusionrl.runtime.weight_sync import WeightSync
 from fusionrl.weights.remote_calls import gather
 
@@ -136,7 +136,7 @@ class Actors:
 
     def _tell_addresses(self) -> None:
         others = [] if self.external_engines is None else self.external_engines.urls
-        self.buffer.set_engines([*self.engines.urls, *others], self.engines.evaluation.urls)
+        self.buffer.set_engines([*self.engines.addresses, *others], self.engines.evaluation.addresses)
 
     def _parts(self) -> list[str]:
         parts = []
@@ -227,7 +227,7 @@ def start_all(
     trainers.policy, trainers.auxiliaries = launcher.make_trainers(plan)
     prepared = buffer.start()
     if order == "together":
-        ready = launcher.setup_trainers([trainers.policy, trainers.auxiliaries])
+        ready = set_up([trainers.policy, trainers.auxiliaries])
         buffer_ready = buffer.setup(engines.finish_start())
         if ready:
             logger.info("trainers: %s", gather(ready, check_stop)[0])
@@ -235,9 +235,9 @@ def start_all(
         endpoints = engines.finish_start()
         engines.release_memory()
         buffer_ready = buffer.setup(endpoints)
-        trainers.start(launcher, check_stop)
+        trainers.start(check_stop)
     else:
-        trainers.start(launcher, check_stop)
+        trainers.start(check_stop)
         trainers.offload()
         engines.start()
         buffer_ready = buffer.setup(engines.finish_start())

@@ -156,7 +156,9 @@ class HardwareMetrics:
                 metrics["perf/mfu"] = flops / (train_s * devices * self._peak)
         num_tokens = values.get("rollout/num_tokens")
         if plan.num_engines and generate_s and num_tokens:
-            devices = sum(map(len, plan.engine_bundles))  # engines of groups differ in size
+            left_out = self._engines.left_out
+            sizes = [len(devices) for index, devices in enumerate(plan.engine_bundles) if index not in left_out]
+            devices = sum(sizes)  # engines of groups differ in size
             metrics["perf/generate_tokens_per_s_per_device"] = num_tokens / generate_s / devices
         return metrics
 
@@ -244,7 +246,8 @@ class Profiling:
         return [(rank, actor) for rank, actor in enumerate(self._groups.policy) if self._order.wants_trainer(rank)]
 
     def _engines(self) -> list[tuple[int, ActorHandle]]:
-        return [(index, actor) for index, actor in enumerate(self._pool.engines) if self._order.wants_engine(index)]
+        engines = [(i, actor) for i, actor in enumerate(self._pool.engines) if i not in self._pool.left_out]
+        return [(index, actor) for index, actor in engines if self._order.wants_engine(index)]
 
     def _wait(self, calls: Sequence[Reference[object]], timeout_s: float, action: str) -> None:
         for call in calls:

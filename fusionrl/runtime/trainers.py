@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -15,9 +15,6 @@ from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.remote_calls import gather, get
-
-if TYPE_CHECKING:
-    from fusionrl.runtime.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 Refs = Sequence[ray.ObjectRef]
@@ -33,6 +30,18 @@ def layouts_of(plan: Plan) -> dict[str, TrainerLayout]:
     """Return the layout of each group of trainers by the group's folder in a checkpoint: trainer, critic, prm."""
     layouts = {} if plan.layout is None else {"trainer": plan.layout}
     return layouts if plan.auxiliary is None else {**layouts, plan.auxiliary.role: plan.auxiliary.layout}
+
+
+def set_up(groups: Sequence[Sequence[ActorHandle]]) -> list[ray.ObjectRef]:
+    """Start to set up the trainers of each group, which meet at its rank 0. Return references to their facts.
+
+    Waits for the processes of ranks 0, which import torch: seconds.
+    """
+    refs = []
+    for group in filter(None, groups):
+        address, port = get(group[0].node_address.remote())
+        refs += [trainer.setup.remote(address, port) for trainer in group]
+    return refs
 
 
 class TrainerGroups:
@@ -214,16 +223,16 @@ class TrainerGroups:
                 calls.append(trainer.restore.remote([taken[own], *(taken[other] for other in others if other != own)]))
         self.wait_for(calls)
 
-    def start(self, launcher: Launcher, check_stop: Callable[[], None] | None = None) -> None:
+    def start(self, check_stop: Callable[[], None] | None = None) -> None:
         """Set up trainers that were made; groups that share devices one after the other, as each gives its memory away
         for the next. `check_stop` is called meanwhile; by default what `wait_for` does."""
         groups = [group for group in (self.policy, self.auxiliaries) if group]
         wait_for = self.wait_for if check_stop is None else partial(gather, check=check_stop)
         if not self.plan.takes_turns:
-            wait_for(launcher.setup_trainers(groups))
+            wait_for(set_up(groups))
             return
         for number, group in enumerate(groups):
-            logger.info("trainers: %s", wait_for(launcher.setup_trainers([group]))[0])
+            logger.info("trainers: %s", wait_for(set_up([group]))[0])
             if number + 1 < len(groups):
                 self.make_room(group)
 

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -70,7 +71,8 @@ class ProgressProbes:
 
     def engines(self) -> Sequence[EngineLoad]:
         """Ask engines how busy they are: first faults, then engines without progress, the busiest first."""
-        urls = dict(enumerate([*self._pool.urls, *self._pool.evaluation.urls]))
+        every_url, absent = [*self._pool.urls, *self._pool.evaluation.urls], self._pool.left_out_numbers
+        urls = {index: url for index, url in enumerate(every_url) if index not in absent}
         if not urls:
             return []
         api_key = self._launcher.api_key
@@ -97,7 +99,8 @@ class ProgressProbes:
         if not ray.is_initialized():
             return []
         own_node = ray.get_runtime_context().get_node_id()
-        nodes = sorted({bundle.node_id for bundle in self._launcher.bundles} - {own_node})
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        nodes = sorted({bundle.node_id for bundle in self._launcher.bundles} & living - {own_node})
         return look_on(nodes, self._launcher.run_dir / "logs") if nodes else []
 
 
@@ -137,7 +140,8 @@ def look_on(nodes: Sequence[str], logs: Path) -> list[ProcessState]:
         ray.cancel(reference, force=True)
     seen: list[ProcessState] = []
     for reference in done:
-        seen += ray.get(reference)
+        with suppress(ray.exceptions.RayError):  # the node dies now
+            seen += ray.get(reference)
     return seen
 
 

@@ -38,6 +38,8 @@ _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die
 
 METRICS = """
 sync/engines_restarted | engines | Engines that joined with this push in place of dead ones. | --use-fault-tolerance
+sync/engines_left_out | engines | Engines whose node died, and for which Ray has no device so far: the others generate
+    alone. | --use-fault-tolerance
 train/lora_merge_loss | share | ‖round(W + s B A) - (W + s B A)‖ / ‖s B A‖ over the weights with adapters: what the
     engines' precision loses of what adapters add. 1: engines have the weights without adapters. 0 before the first
     step, and in fp32. | --lora-push merged
@@ -99,6 +101,7 @@ class WeightSync:
                     logger.warning("the push of version %d is repeated: %s", version, headline(str(root_cause(error))))
             if self._engines.is_recovering:
                 metrics["sync/engines_restarted"] = float(self._engines.admit(reaches_all))
+                metrics["sync/engines_left_out"] = float(len(self._engines.left_out_numbers))
             if self._external_engines is not None:
                 self._external_engines.admit()
             return metrics
@@ -113,6 +116,8 @@ class WeightSync:
     def prepare_round(self) -> None:
         """Before engines generate: bring back those that died since the last push (in an evaluation, or where none
         comes); trainers give their memory away where the two take turns."""
+        if not self._trainers:  # no push takes them back
+            self._engines.start_left_out()
         if self._engines.num_out and self._trainers:
             self._engines.release_memory()
             self.push(self.version)
@@ -140,7 +145,7 @@ class WeightSync:
 
     def _push_once(self, version: int, reaches_all: bool) -> dict[str, float]:
         targets = self._engines.targets()
-        targets = targets if reaches_all else targets[: self._plan.num_engines]
+        targets = [target for target in targets if reaches_all or target.index < self._plan.num_engines]
         num_own = len(targets)
         if self._external_engines is not None:
             targets = targets + self._external_engines.targets()
@@ -234,7 +239,8 @@ class WeightSync:
         return loss
 
     def _verification(self, targets: list[EngineTarget], num_own: int, version: int) -> Verification:
-        urls = self._probe_urls()[:num_own]
+        own_urls = self._probe_urls()
+        urls = [own_urls[target.index] for target in targets[:num_own]]
         if self._external_engines is not None:
             urls += self._external_engines.pushed_urls
         is_exact = self._config.run.bitwise and self._plan.device == "cpu"

@@ -63,7 +63,8 @@ class Broadcast:
                 raise RuntimeError(f"engine {target.index}: {fault}")
         world_size = 1 + sum(target.tp_size for target in targets)
         hosts = sorted({target.host for target in targets} - {""})
-        self._store = create_group_store(self.host, self.timeout_s, hosts)
+        peers = {address for target in targets for address in target.addresses}
+        self._store = create_group_store(self.host, self.timeout_s, hosts, sorted(peers))
         kind = MIXED_GROUP if hosts else PUSH_GROUP
         self._name, self._targets = f"{kind}{uuid.uuid4().hex[:8]}", tuple(targets)
         offset = 1

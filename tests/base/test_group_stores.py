@@ -76,6 +76,9 @@ def test_the_kernel_drops_who_is_no_node_of_the_cluster(num_nodes: int, monkeypa
     assert all(_connects(store.port, f"127.0.0.{last}") for last in (1, 7, 6 + num_nodes))
     assert not any(_connects(store.port, f"127.0.0.{last}") for last in (2, 6, 7 + num_nodes))
     assert not _connects(store.port, "127.7.0.0")
+    store = create_group_store("127.0.0.1", 30.0, peers=["127.0.0.251"])  # a node that has joined since
+    assert _connects(store.port, "127.0.0.7") and _connects(store.port, "127.0.0.251")
+    assert not _connects(store.port, "127.0.0.252")
 
 
 def test_on_one_machine_nothing_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -177,22 +177,24 @@ def test_a_node_dies(cluster: Any, task: Path, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("num_spare", [1, 0])
 def test_a_node_with_an_engine_dies(num_spare: int, cluster: Any, rl_flags: list[str], tmp_path: Path) -> None:
-    """Another node takes the engine; without one the run ends, and does not wait for ever."""
+    """Another node takes the engine; without one the other engine serves alone until a node joins."""
     folder, nodes = tmp_path / "run", add_nodes(cluster, 3 + num_spare)
     flags = [*rl_flags, "--ray-address", cluster.address, "--rollout-num-gpus", "2", "--use-fault-tolerance"]
-    flags += ["--num-rollout", "400", "--placement-timeout-s", "60" if num_spare else "5", "--save-interval", "2"]
+    flags += ["--num-rollout", "800", "--no-save"]
     with launch([*flags, "--run-dir", str(folder)], tmp_path) as launched:
         launched.wait_for(lambda: len(metrics_of(folder)) >= 3)
         kept = nodes_of(cluster.address, "BufferWorker") + nodes_of(cluster.address, "PolicyWorker")
         lost = next(node for node in nodes_of(cluster.address, "EngineWorker") if node not in kept)
         cluster.remove_node(next(node for node in nodes if node.node_id == lost), allow_graceful=False)
-        if num_spare:
-            launched.wait_for(lambda: sum(row["sync/engines_restarted"] for row in metrics_of(folder)) == 1)
-            before = len(metrics_of(folder))
-            launched.wait_for(lambda: len(metrics_of(folder)) >= before + 2)
-            launched.process.terminate()
-        code, output = launched.wait(), launched.output()
-    assert code == (143 if num_spare else 1), output[-3000:]
-    if not num_spare:
-        assert "its node is dead, and Ray gave it no other device within 5 s" in output
-    assert list((folder / "checkpoints").glob("step_*"))
+        if not num_spare:
+            launched.wait_for(lambda: sum(row.get("sync/engines_left_out", 0) for row in metrics_of(folder)) >= 3)
+            add_nodes(cluster, 1)
+        launched.wait_for(lambda: re.search(r"^engine \d is back", launched.output(), re.MULTILINE) is not None)
+        before = len(metrics_of(folder))
+        launched.wait_for(lambda: len(metrics_of(folder)) >= before + 2)
+        launched.process.terminate()
+        assert launched.wait() == 143, launched.output()[-3000:]
+    text = "a node of it is dead, and Ray gave no other device within 5 s; the run continues with 1 engine"
+    assert num_spare or text in launched.output()
+    rows = metrics_of(folder)  # after the last step the stop may have come before a push
+    assert [row["step"] for row in rows] == list(range(len(rows))) and rows[-2]["sync/engines_left_out"] == 0

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import ray
 
-from fusionrl.runtime.engine_pool import RoutedEngines
+from fusionrl.runtime.routed_engines import RoutedEngines
 
 
 class Engine:
@@ -38,6 +38,12 @@ class Engine:
 
     def die(self) -> None:
         os._exit(1)
+
+    def flush_cache(self) -> None: ...
+
+    def release_memory(self, tags: list[str] | None) -> None: ...
+
+    def resume_memory(self, tags: list[str]) -> None: ...
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         self.path.with_suffix(f".{self.number}.ended").write_text(str(timeout_s))
@@ -85,6 +91,7 @@ class Fleet(Processes):
         rollout = SimpleNamespace(**{f"rollout_health_check_{name}": value for name, value in limits.items()})
         config: Any = SimpleNamespace(rollout=rollout, cluster=SimpleNamespace(placement_timeout_s=120.0))
         launcher: Any = SimpleNamespace(api_key="key", make_engine=lambda role, index: self.make(index - first))
+        launcher.end_engine, launcher.has_lost_engine = ray.kill, lambda role, index: False
         parts = (config, launcher, self.said.append, self.stop)
         self.group = RoutedEngines(*parts, first=first, may_lose_all=may_lose_all)
         self.engines = self.group.engines

@@ -14,9 +14,12 @@ import ray
 from fusionrl.config.config import Config
 from fusionrl.engines.external_engine import ExternalEngineFacts
 from fusionrl.observe.run_dir import WANTED, add_wanted, read_states, remove_wanted
-from fusionrl.runtime import external_engines
-from fusionrl.runtime.engine_pool import MAX_STARTS, EnginePool, NoDevice
+from fusionrl.runtime import external_engines, routed_engines
+from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.external_engines import ExternalEngines
+from fusionrl.runtime.launcher import Launcher
+from fusionrl.runtime.routed_engines import MAX_STARTS, NoDevice
+from fusionrl.runtime.supervisor import ActorRegistry
 from tests.own_process import wait_until
 from tests.runtime import fakes
 from tests.runtime.fakes import Router
@@ -50,19 +53,22 @@ class World(fakes.Processes):
         super().__init__(folder, 3)
         self.routers: dict[str, PoolRouter] = {}
         self.addresses: list[tuple[list[str], list[str]]] = []
-        plan: Any = SimpleNamespace(num_engines=2, scorers=(), eval_bundles=((2,),), engines_give_memory=False)
+        plan: Any = SimpleNamespace(
+            num_engines=2, scorers=(), eval_bundles=((2,),), engines_give_memory=False, takes_turns=False
+        )
         plan.all_engine_bundles = ((0,), (1,), (2,))
-        plan.group_of = lambda engine: None
-        bundles = [SimpleNamespace(node_id="node")] * 3
+        plan.group_of, plan.has_pairs = lambda engine: None, False
+        bundles = [SimpleNamespace(node_id="node", node_address="10.0.0.1")] * 3
         launcher: Any = SimpleNamespace(make_router=self.make_router, api_key="key", bundles=bundles)
-        launcher.make_engine = lambda role, index: self.make(index)
+        launcher.make_engine, launcher.end_engine = lambda role, index: self.make(index), ray.kill
         launcher.has_lost_engine = lambda role, index: index in self.lost
         self.lost: list[int] = []  # engines without a node
+        self.plan = plan
         self.pool = EnginePool(Config.from_flat(flags), plan, launcher, on_addresses=self.note)
         self.pool.start()
 
     def note(self) -> None:
-        self.addresses.append((list(self.pool.urls), list(self.pool.evaluation.urls)))
+        self.addresses.append((self.pool.addresses, self.pool.evaluation.addresses))
 
     def make_router(self, name: str = "router") -> PoolRouter:
         self.routers[name] = PoolRouter()
@@ -122,14 +128,133 @@ def test_one_that_dies_as_the_router_gets_it_is_found_with_its_log(is_tolerant, 
     assert found is not None and "engine 2 was killed" in str(found)
 
 
-def test_one_whose_node_died_is_not_waited_for_without_end(world: Any) -> None:
-    it = world(use_fault_tolerance=True, placement_timeout_s=2.0)
-    it.lost = [1]
-    it.set(1, "starts slowly")  # Ray starts no actor without a device
+def lose(it: World, engine: int) -> None:
+    """Let the node of an engine die, in place of which the cluster has no other."""
+    it.lost = [engine]
+    it.set(engine, "starts slowly")  # Ray starts no actor without a device
+    group = it.pool if engine < 2 else it.pool.evaluation
+    group.engines[engine % 2].die.remote()
+    wait_until(lambda: it.pool.check(False) or group.num_out == 1)
+
+
+def test_the_run_goes_on_without_one_whose_node_died_and_takes_it_back(
+    world: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(routed_engines, "REPLACED_S", 0.2)
+    it = world(use_fault_tolerance=True)
+    pool = it.pool
+    lose(it, 1)
+    assert pool.finish_starts() and pool.admit() == 0
+    assert "engine 1: a node of it is dead, and Ray gave no other device within 0 s; the run continues" in caplog.text
+    assert it.addresses == [(["http://0.1"], ["http://2.3"])] and it.routers["router"].urls == ["http://0.1"]
+    assert [target.index for target in pool.targets()] == [0, 2] and pool.left_out_numbers == {1} and pool.num_out == 0
+    assert len(pool.present) == 1 and len(pool.everyone) == 2
+    pool.check(False)
+    pool.check(True)
+    assert not pool.finish_starts(), "nothing waits for it"
+    it.plan.engines_give_memory = True
+    pool.release_memory()
+    pool.resume_memory(["weights"], is_last=True)
+    it.plan.engines_give_memory = False
+    it.lost = []
+    it.set(1, "well")
+    assert pool.finish_starts() and pool.num_out == 1 and [target.index for target in pool.targets()] == [0, 1, 2]
+    assert pool.admit() == 1 and pool.left_out_numbers == set()
+    assert len(it.addresses[-1][0]) == 2 and it.addresses[-1][0][1] != "http://1.2"
+    assert it.routers["router"].urls == it.addresses[-1][0]
+
+
+def test_the_last_engine_is_not_left_out(world: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(routed_engines, "REPLACED_S", 0.2)
+    it = world(use_fault_tolerance=True)
+    lose(it, 1)
+    assert it.pool.finish_starts() and it.pool.left_out_numbers == {1}
+    it.set(0, "dead")
+    with pytest.raises(RuntimeError, match="engine 0 was killed"):
+        it.pool.check(False)
+
+
+def test_one_that_starts_meanwhile_stands_in_for_one_without_a_device(world: Any, monkeypatch: Any) -> None:
+    """Also one with the lower number, and of engines in pairs one of the same role."""
+    monkeypatch.setattr(routed_engines, "REPLACED_S", 0.2)
+    it = world(use_fault_tolerance=True, placement_timeout_s=60.0)
+    it.plan.has_pairs, it.plan.group_of = True, lambda index: SimpleNamespace(role="decode")
+    lose(it, 0)
+    it.pool._may_lose_all = True
+    it.set(1, "dead")
+    wait_until(lambda: it.pool.check(False) or it.pool.num_out == 2)
+    it.set(1, "well")
+    assert it.pool.wait_for_new() == [1] and it.pool.left_out == {0}
+
+
+def test_one_whose_new_devices_do_not_fit_stays_left_out(world: Any, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(routed_engines, "REPLACED_S", 0.2)
+    it = world(use_fault_tolerance=True)
+    lose(it, 1)
+    assert it.pool.finish_starts()
+    it.lost, make = [], it.pool._launcher.make_engine
+    it.pool._launcher.make_engine = Mock(side_effect=ValueError("3 and 1 devices"))
+    assert not it.pool.finish_starts() and not it.pool.finish_starts() and it.pool.left_out == {1}
+    assert caplog.text.count("engine 1 stays left out: 3 and 1 devices") == 1
+    it.pool._launcher.make_engine = make
+    it.set(1, "well")
+    assert it.pool.finish_starts() and it.pool.admit() == 1
+
+
+def test_one_is_left_out_where_the_devices_of_another_node_do_not_fit(world: Any, caplog: Any) -> None:
+    it = world(use_fault_tolerance=True)
+    it.pool._launcher.make_engine = Mock(side_effect=ValueError("3 and 1 devices"))
+    it.pool.engines[1].die.remote()
+    wait_until(lambda: it.pool.check(False) or it.pool.left_out == {1})
+    assert "engine 1: 3 and 1 devices; the run continues with 1 engine" in caplog.text and it.pool.num_out == 0
+    assert not it.pool.finish_starts() and it.addresses == [(["http://0.1"], ["http://2.3"])]
+    assert not it.pool.finish_starts() and len(it.addresses) == 1
+
+
+def test_one_that_starts_in_vain_is_left_out_where_other_devices_do_not_fit(world: Any) -> None:
+    it = world(use_fault_tolerance=True)
+    it.set(1, "fails to start")
     it.pool.engines[1].die.remote()
     wait_until(lambda: it.pool.check(False) or it.pool.num_out == 1)
-    with pytest.raises(NoDevice, match=r"engine 1: its node is dead, and Ray gave it no other device within 2 s"):
-        it.pool.finish_starts()
+    it.pool._launcher.make_engine = Mock(side_effect=ValueError("3 and 1 devices"))
+    assert it.pool.wait_for_new() == [] and it.pool.left_out == {1} and it.pool.num_out == 0
+
+
+def test_one_that_has_started_is_not_forgotten_as_another_one_ends_the_wait(world: Any) -> None:
+    it = world(use_fault_tolerance=True, placement_timeout_s=0.5)
+    it.plan.has_pairs, it.plan.group_of = True, lambda index: SimpleNamespace(role=("prefill", "decode")[index])
+    lose(it, 1)
+    it.pool._may_lose_all = True
+    it.set(0, "dead")
+    wait_until(lambda: it.pool.check(False) or it.pool.num_out == 2)
+    it.set(0, "well")
+    with pytest.raises(NoDevice):
+        it.pool.wait_for_new()
+    assert it.pool.num_out == 2 and it.pool.admit_new() == 1 and len(it.routers["router"].urls) == 1
+
+
+def test_on_devices_that_trainers_share_none_is_taken_back(world: Any, monkeypatch: Any, caplog: Any) -> None:
+    """The trainers that are left have none of a node that joins."""
+    monkeypatch.setattr(routed_engines, "REPLACED_S", 0.2)
+    it = world(use_fault_tolerance=True, placement_timeout_s=0.5)
+    it.pool._takes_back = False
+    lose(it, 1)
+    assert it.pool.finish_starts() and "takes this one back" not in caplog.text
+    it.lost = []
+    assert not it.pool.finish_starts() and it.pool.left_out == {1}
+
+
+@pytest.mark.parametrize(("engine", "role"), [(2, ""), (1, "decode")])
+def test_one_that_no_other_stands_in_for_is_not_waited_for_without_end(engine: int, role: str, world: Any) -> None:
+    it = world(use_fault_tolerance=True, placement_timeout_s=2.0)
+    if role:
+        it.plan.has_pairs = True
+        it.plan.group_of = lambda index: SimpleNamespace(role=("prefill", "decode")[index])
+    lose(it, engine)
+    with pytest.raises(
+        NoDevice, match=rf"engine {engine}: a node of it is dead, .* no other device within 2 s \(--placem"
+    ):
+        it.pool.finish_starts(True)
 
 
 def test_with_fault_tolerance_it_gets_the_weights_of_the_next_evaluation(world: Any) -> None:
@@ -163,6 +288,20 @@ def test_the_policy_s_engines_are_replaced_as_before(world: Any) -> None:
     assert it.pool.count_faults()["engines_died"] == 1
 
 
+def test_an_engine_over_several_nodes_ends_with_its_parts(tmp_path: Path) -> None:
+    processes, registry = fakes.Processes(tmp_path, 2), ActorRegistry()
+    head, part, other = (processes.make(index) for index in (0, 0, 1))
+    for name, actor in (("engine 0", head), ("engine 0, node 1", part), ("engine 1", other)):
+        registry.add(name, actor, tmp_path / "log")
+    launcher: Any = SimpleNamespace(registry=registry, _parts={"engine 0": [part], "engine 1": []})
+    Launcher.end_engine(launcher, head)
+    assert [member.name for member in registry] == ["engine 1"] and launcher._parts == {"engine 1": []}
+    for actor in (head, part):
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.check_alive.remote())
+    assert ray.get(other.check_alive.remote()) is None
+
+
 # -------------------- recovery: which engines are taken out, how they come back, and what ends the run
 @pytest.fixture
 def fleet(tmp_path: Path) -> Callable[..., fakes.Fleet]:
@@ -171,7 +310,7 @@ def fleet(tmp_path: Path) -> Callable[..., fakes.Fleet]:
 
 def test_a_dead_engine_leaves_the_router_at_once_and_comes_back_with_the_weights(fleet: Any) -> None:
     it = fleet(3)
-    it.group.forget_probes()
+    it.group.health.begin_round()
     assert it.group.replace_dead() == 0
     it.set(1, "dead")
     assert it.group.replace_dead(is_generating=False) == 1
@@ -195,7 +334,7 @@ def test_an_engine_that_hangs_is_found_in_a_round_alone(fleet: Any) -> None:
     it = fleet(first_wait=0.5)
     it.set(0, "hangs")
     assert it.group.replace_dead(is_generating=False) == 0
-    it.group.forget_probes()
+    it.group.health.begin_round()
     begin = time.monotonic()
     it.check_until(1)
     assert time.monotonic() - begin >= 0.5 + 0.5  # the first wait, and the time limit
@@ -300,7 +439,7 @@ class Party:
         plan: Any = SimpleNamespace(layout=object() if pushes else None, num_engines=5, eval_bundles=[], lora_push=None)
         launcher: Any = SimpleNamespace(run_dir=folder, api_key="key", is_alone=True, make_local=self._make)
         own = SimpleNamespace(weight_checksums=SimpleNamespace(remote=lambda: ray.put(OWN_WEIGHTS)))
-        pool: Any = SimpleNamespace(engines=[own])
+        pool: Any = SimpleNamespace(engines=[own], present=[own])
         self.engines = ExternalEngines(
             config, plan, launcher, pool, self.said.append, lambda: self.served.append(self.engines.urls)
         )

@@ -57,7 +57,7 @@ def test_engines_give_their_memory_once_and_dead_ones_are_looked_for_first(monke
         _plan=SimpleNamespace(engines_give_memory=True),
         is_memory_away=False,
         is_recovering=True,
-        engines=[calls.engine],
+        present=[calls.engine],
         replace_dead=calls.replace_dead,
         finish_starts=calls.finish_starts,
     )

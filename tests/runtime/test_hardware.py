@@ -44,7 +44,7 @@ def hardware_of(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
         plan: Any = SimpleNamespace(layout=layout, shape=shape, balance=None, num_engines=len(engines))
         plan.engine_bundles = tuple((index,) for index in range(len(engines)))
         groups: Any = SimpleNamespace(policy=trainers, auxiliaries=[])
-        pool: Any = SimpleNamespace(everyone=engines)
+        pool: Any = SimpleNamespace(everyone=engines, left_out=set())
         buffer: Any = SimpleNamespace(is_started=True, actor=Actor({"host_bytes": 5.0}))
         return HardwareMetrics(plan, groups, pool, buffer, tmp_path / "hardware.json", peak)
 
@@ -72,6 +72,8 @@ def test_speeds_are_of_one_device(hardware_of: Any, tiny_model: Path, tmp_path: 
     written = json.loads((tmp_path / "hardware.json").read_text())
     assert [len(written[name]) for name in ("trainers", "engines")] == [2, 4]
     assert written["trainers"][0]["gpus"] == [H100]
+    measured._engines.left_out = {0}
+    assert measured.measure(values, work)["perf/generate_tokens_per_s_per_device"] == 64 / 4.0 / 3
 
 
 def test_images_have_a_share_of_the_work(hardware_of: Any) -> None:

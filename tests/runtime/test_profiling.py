@@ -33,7 +33,7 @@ def _profiling(
     trainers = [LocalActor(lambda r=r: Noted(log, f"trainer {r}", fails), f"t{r}") for r in range(3)]
     engines = [LocalActor(lambda i=i: Noted(log, f"engine {i}"), f"e{i}") for i in range(2)]
     order = ProfileOrder(((2, 3), (6, 6)), frozenset({1}), frozenset({0}), "torch", is_continuous)
-    parts: Any = SimpleNamespace(policy=trainers), SimpleNamespace(engines=engines)
+    parts: Any = SimpleNamespace(policy=trainers), SimpleNamespace(engines=engines, left_out=set())
     return Profiling(order, *parts, tmp_path, 4, last)
 
 

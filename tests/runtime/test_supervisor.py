@@ -113,7 +113,7 @@ def worker(shared_cluster: Any) -> Any:
 @pytest.fixture
 def supervisor(engines: list[Any], tmp_path: Path, stop: StopSignal) -> Supervisor:
     """Of the two engines, without --use-fault-tolerance; each is well until its number is a file in `tmp_path`."""
-    nothing: Any = SimpleNamespace(num_engines=2)
+    nothing: Any = SimpleNamespace(num_engines=2, takes_turns=False)
     pool = EnginePool(nothing, nothing, nothing)
     pool.engines = engines
     ray.get([engine.watch.remote(str(tmp_path / str(index))) for index, engine in enumerate(engines)])
@@ -346,7 +346,7 @@ def test_processes_of_another_node_are_looked_at_by_a_task_there(tmp_path: Path)
     """This machine's node stands for the other."""
     with open(tmp_path / "trainer-5.a1.log", "ab") as log, subprocess.Popen(["sleep", "60"], stderr=log) as sleeper:
         try:
-            (seen,) = look_on([ray.get_runtime_context().get_node_id()], tmp_path)
+            (seen,) = look_on([ray.get_runtime_context().get_node_id(), "ab" * 28], tmp_path)  # one died by now
             assert (seen.role, seen.pid, seen.stacks) == ("trainer-5", sleeper.pid, "")
         finally:
             sleeper.kill()

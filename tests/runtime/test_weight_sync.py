@@ -68,7 +68,9 @@ def sync_of(
 ) -> WeightSync:
     """The sync of a run with `num_engines` engines of the policy, perhaps more that evaluate."""
     flags = {"verify_weights": verify_weights, "verify_weights_interval": plan.pop("verify_weights_interval", None)}
-    pool: Any = SimpleNamespace(**{"is_recovering": False, "is_memory_away": False} | engines)
+    pool: Any = SimpleNamespace(
+        **{"is_recovering": False, "is_memory_away": False, "left_out_numbers": set()} | engines
+    )
     facts = {"transport": "broadcast", "device": "cpu", "knobs": None, "takes_turns": False, "has_pairs": False}
     facts |= {"lora_push": None}
     facts |= {"precision": "fp32", "rollout_dtype": "fp32", "shape": SimpleNamespace(vocab_size=8, vision=None)}
@@ -124,7 +126,7 @@ def test_without_trainers_each_process_of_an_engine_loads_the_folders_once(monke
     monkeypatch.setattr("fusionrl.weights.adapters.folder_files", lambda folder, *_: folder)
     monkeypatch.setattr("fusionrl.weights.adapters.send_files", lambda *sent: found.append(sent[:3]))
     targets = targets_of(0, 1)
-    engines = {"targets": lambda: targets, "num_out": 1, "finish_starts": lambda: None}
+    engines = {"targets": lambda: targets, "num_out": 1, "finish_starts": lambda: None, "start_left_out": lambda: None}
     engines |= {"admit": lambda: found.append("admit")}
     sync = sync_of(2, engines, lora_push="adapter", layout=None, shape=shape_from_hf_config(SMALL))
     sync._config = Config.from_flat({"lora_rank": 2, "lora_adapters": ["a=x", "b=y"], "mode": "eval"})
@@ -218,6 +220,19 @@ def test_a_new_engine_that_evaluates_is_waited_for_where_an_evaluation_follows(c
         assert sync.push(version, evaluates)["sync/engines_restarted"] == 1.0
     assert log == ["start True", "admit True", "start False", "admit False", "start True", "admit True"]
     assert [indices for _, indices in calls] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+
+
+def test_a_push_reaches_and_verifies_the_engines_that_are_not_left_out(calls: Any, monkeypatch: Any) -> None:
+    asked: list[list[str]] = []
+    check = Mock(**{"judge.return_value": {}})
+    monkeypatch.setattr(weight_sync, "Verification", lambda trainers, targets, urls, **_: asked.append(urls) or check)
+    evaluation = SimpleNamespace(urls=["c"])
+    engines = RECOVERING | {"finish_starts": lambda _: True, "admit": lambda _: 0, "left_out_numbers": {0}}
+    engines |= {"targets": lambda: targets_of(1, 2), "urls": ["a", "b"], "evaluation": evaluation}
+    sync = sync_of(2, engines, verify_weights="always")
+    metrics = [sync.push(version, evaluates) for version, evaluates in enumerate([True, False])]
+    assert [row["sync/engines_left_out"] for row in metrics] == [1.0, 1.0]
+    assert [indices for _, indices in calls] == [[1, 2], [1]] and asked == [["b", "c"], ["b"]]
 
 
 def test_a_push_that_fails_is_not_made_again_where_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +343,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         engines, trainers = Engines(device), Trainers(device)
         groups = (["policy"], ["critic"] if plan.auxiliary else [])
         launcher = SimpleNamespace(make_trainers=lambda _: groups)
-        launcher.setup_trainers = trainers.setup
+        monkeypatch.setattr(run_actors, "set_up", trainers.setup)
+        monkeypatch.setattr(trainers_module, "set_up", trainers.setup)
         buffer = SimpleNamespace(start=lambda: "prepared", setup=lambda endpoints: {"num_too_long": 0})
         monkeypatch.setattr(run_actors, "gather", lambda refs, check: refs)
         monkeypatch.setattr(trainers_module, "gather", lambda refs, check: refs)

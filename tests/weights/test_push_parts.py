@@ -145,6 +145,20 @@ def broadcast() -> Broadcast:
     return Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu"))
 
 
+def test_engines_on_nodes_that_have_joined_since_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+
+    def create(host: str, timeout_s: float, guests: list[str], peers: list[str]) -> None:
+        found.append((guests, peers))
+        raise OSError("enough")
+
+    monkeypatch.setattr("fusionrl.weights.broadcast.create_group_store", create)
+    targets = [EngineTarget(i, None, "n", (i,), addresses=("10.0.0.2", f"10.0.0.{i}")) for i in (1, 3)]
+    with pytest.raises(OSError, match="enough"):
+        broadcast().connect(targets)
+    assert found == [([], ["10.0.0.1", "10.0.0.2", "10.0.0.3"])]
+
+
 class Joining:
     """An engine that joins a group as SGLang does, with a limit of half an hour; and how its call ends."""
 
