@@ -30,9 +30,8 @@ class EvaluationLost(RuntimeError):
     """An evaluation failed because its engines died."""
 
     def __init__(self, num_died: int, cause: BaseException) -> None:
-        first_line = next(
-            iter(headline(str(cause)).splitlines()), type(cause).__name__
-        )  # the rest is a user's traceback
+        # After the first line comes a user's traceback.
+        first_line = next(iter(headline(str(cause)).splitlines()), type(cause).__name__)
         super().__init__(f"{num_died} of its engines died: {first_line:.300}")
         self.num_died = num_died
 

@@ -248,7 +248,8 @@ class RoutedEngines:
                 )
 
         new = []
-        for index in sorted(self._starting, key=self._has_lost):  # by then the others may do the work of these
+        # Those without a device last: by then others have started that may do their work.
+        for index in sorted(self._starting, key=self._has_lost):
             while True:
                 try:
                     (self.urls[index],) = gather([self._starting[index]], partial(check_start, index))
@@ -319,6 +320,7 @@ class RoutedEngines:
             self._leave_out(index, f"{self._name(index)}: {error}")
             return
         self.left_out.discard(index)
+        self._misplaced.discard(index)
         self._starting[index] = self.engines[index].start.remote()
 
     def _leave_out(self, index: int, reason: str) -> None:

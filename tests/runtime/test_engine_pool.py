@@ -149,6 +149,7 @@ def test_the_run_goes_on_without_one_whose_node_died_and_takes_it_back(
     assert it.addresses == [(["http://0.1"], ["http://2.3"])] and it.routers["router"].urls == ["http://0.1"]
     assert [target.index for target in pool.targets()] == [0, 2] and pool.left_out_numbers == {1} and pool.num_out == 0
     assert len(pool.present) == 1 and len(pool.everyone) == 2
+    assert all(target.addresses == ("10.0.0.1",) for target in pool.targets())
     pool.check(False)
     pool.check(True)
     assert not pool.finish_starts(), "nothing waits for it"

@@ -59,6 +59,14 @@ def test_each_step_has_a_profile_of_its_own(tmp_path: Path) -> None:
     assert not any(line.startswith(("trainer 0", "engine 1")) for line in log)
 
 
+def test_an_engine_that_is_left_out_has_no_profile(tmp_path: Path) -> None:
+    log: list[str] = []
+    profiling = _profiling(log, tmp_path)
+    profiling._pool.left_out = {0}
+    profiling.begin(2)
+    assert log == ["trainer 1 starts torch"]
+
+
 def test_steps_that_follow_each_other_may_have_one_profile(tmp_path: Path) -> None:
     log = _run(tmp_path, is_continuous=True)
     assert log.index("trainer 1 starts torch") < log.index("step 2") < log.index("step 3")

@@ -19,6 +19,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from fusionrl.observe import spans
+from fusionrl.observe.stalls import EngineLoad
 from fusionrl.runtime.early_start import CLUSTER_TOKEN
 from fusionrl.runtime.engine_pool import EnginePool
 from fusionrl.runtime.ray_cluster import place_devices
@@ -340,6 +341,18 @@ def test_waits_that_are_all_short_are_enough_to_look(worker: Any, monkeypatch: p
         supervisor.wait(worker.work.remote(0.0))
         supervisor.finish([worker.work.remote(0.0)])
     assert len(looks) == 5, "after 1, 5, 9, 13 and 17 seconds"
+
+
+def test_a_stalls_report_leaves_out_lost_engines_and_dead_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("fusionrl.runtime.watchdog._load", lambda name, *_: asked.append(name) or EngineLoad(name))
+    monkeypatch.setattr("fusionrl.runtime.watchdog.look_on", lambda nodes, logs: asked.append(nodes) or [])
+    evaluation = SimpleNamespace(urls=["c"])
+    pool: Any = SimpleNamespace(urls=["a", "b"], evaluation=evaluation, left_out_numbers={0})
+    launcher: Any = SimpleNamespace(api_key="key", bundles=[SimpleNamespace(node_id="ab" * 28)], run_dir=Path("run"))
+    probes = ProgressProbes(launcher, pool, SimpleNamespace())  # type: ignore[arg-type]
+    assert len(probes.engines()) == 2 and sorted(asked) == ["engine 1", "engine 2"]
+    assert probes.elsewhere() == [] and len(asked) == 2, "the only other node is dead"
 
 
 def test_processes_of_another_node_are_looked_at_by_a_task_there(tmp_path: Path) -> None:
